@@ -42,7 +42,7 @@ class Question:
 
     @classmethod
     def of(cls, lookup: Lookup, groups: Sequence[Group], step: int) -> Question:
-        """Cut the names of a lookup into those of its groups; of none, a block is a token."""
+        """Cut the names of a lookup into those of its groups; without any, a block is a token."""
         names = unpack_hashes(lookup.hashes)
         if not lookup.groups:
             return cls(ALONE, [names])
@@ -80,7 +80,7 @@ class Had(NamedTuple):
     """The blocks of a lookup that were there when it came."""
 
     here: Mapping[SequenceHash, int]
-    """Block → slot. One that leaves and comes back while the lookup waits has another slot."""
+    """Block → slot. A pinned one that is discarded and comes back has another slot."""
     below: frozenset[SequenceHash]
     """At rest, those of the lower tiers."""
 
@@ -135,12 +135,12 @@ class HostLookups:
         return {block.hash: slot for slot, block in blocks.items() if block.hash in own}
 
     def _below(self, engine: EngineNode) -> frozenset[SequenceHash]:
-        """Return those in the lower tiers."""
+        """Return the blocks that the lower tiers have in a namespace of the engine."""
         tables = [lower.core.inventory.table for lower in self._tier.host.lower]
         return _own(engine, chain.from_iterable(table.blocks() for table in tables))
 
     def forget(self) -> None:
-        """Expect no answer to a lookup of an engine that has left."""
+        """Forget the open lookups: their engines have left, and get no answer."""
         self._open.clear()
 
     def check_idle(self) -> None:

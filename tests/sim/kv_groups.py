@@ -1,4 +1,4 @@
-"""KV groups of the simulation's plain engines: their rules, told by themselves and not by ours."""
+"""KV groups of the simulation's plain engines; their rules share no code with the product's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbm_common.tier.kv_groups import GroupRun
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A second group beside one of full attention: tokens of its blocks, and what a hit needs."""
+    """The rule of one KV group: tokens of its blocks, and what a hit needs."""
 
     name: str
     block_tokens: int = 1
@@ -63,7 +63,7 @@ class Group:
         return tokens // self.size * self.size
 
     def needed(self, boundary: int) -> Sequence[int]:
-        """Return which blocks who computes on from a boundary reads, in order."""
+        """Return the indices of the blocks that computing on from a boundary reads, in order."""
         return needed(self.rule, boundary)
 
     def run(self, first: int, end: int) -> GroupRun:
@@ -83,7 +83,7 @@ def groups_of(namespace: Namespace, rules: Sequence[Rule]) -> tuple[Group, ...]:
 
 @functools.cache
 def needed(rule: Rule, boundary: int) -> Sequence[int]:
-    """Return which blocks who computes on from a boundary reads, in order."""
+    """Return the indices of the blocks that computing on from a boundary reads, in order."""
     return [i for i in range(boundary // rule.block_tokens) if needs(rule, i, boundary)]
 
 

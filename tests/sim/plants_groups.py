@@ -31,7 +31,7 @@ from kvbm_connectors.core.messages import Hit, LoadResult
 from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.lower_tiers import Namespaces
 from kvbm_host_tier.core.open_lookup import OpenLookup
-from kvbm_host_tier.core.presence import Known, Presence
+from kvbm_host_tier.core.presence import Available, Presence
 
 from tests.sim.kv_groups import GROUPINGS
 from tests.sim.plant import ONE_HOST, WRONG_BYTES, Plant
@@ -155,7 +155,7 @@ def wait_for_no_block(patch: pytest.MonkeyPatch) -> None:
 
     of = Presence.of
 
-    def planted(presence: Presence, own: Namespaces, now_ms: int) -> Known:
+    def planted(presence: Presence, own: Namespaces, now_ms: int) -> Available:
         known = of(presence, own, now_ms)
         return replace(known, may_come=known.here)
 

@@ -1,4 +1,4 @@
-"""Say which of the names that `vllm/versions.py` asks for this vLLM has.
+"""Names that only some versions of vLLM have: which of them this vLLM has.
 
 `python -m tests.vllm.versions_process` writes a JSON object: name → whether it is there.
 """
@@ -17,13 +17,13 @@ PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
 def has_field(owner: Any, name: str) -> bool:
-    """Whether a dataclass, or a class with properties, has this field."""
+    """Return whether a dataclass, or a class with properties, has this field."""
     fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
     return hasattr(owner, name) or name in {field.name for field in fields}
 
 
 def has_module(name: str) -> bool:
-    """Whether a module can be imported."""
+    """Return whether a module can be imported."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError:
@@ -32,7 +32,7 @@ def has_module(name: str) -> bool:
 
 
 def main() -> None:
-    """vLLM writes to stdout too: the answer goes to a copy of it."""
+    """Write the answer to a copy of stdout: vLLM writes to stdout too."""
     ours = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm.config import VllmConfig

@@ -63,7 +63,7 @@ class AgentHints:
                         request, bad)  # fmt: skip
 
     def end(self, name: str, tracked: Tracked | None) -> None:
-        """Send the hints of a request that has finished; those of one without blocks are lost."""
+        """Send the hints of a request that has finished; those of a refused request are dropped."""
         self._seen.discard(name)
         hints = self._at_end.pop(name, ())
         if tracked is None or tracked.refused:
@@ -74,7 +74,8 @@ class AgentHints:
             self._half.hint(hint.session, hint.action, names, ttl_ms=hint.ttl_ms)
 
     def _names(self, tracked: Tracked, tokens: int | None) -> list[SequenceHash]:
-        """Return the full blocks of a request's computed prefix, group after group."""
+        """Return the names of a request's first full blocks that are computed, group after group:
+        those of its first `tokens` tokens; None: all."""
         request = tracked.request
         computed = min(request.num_computed_tokens, request.num_tokens)
         end = computed if tokens is None else min(tokens, computed)

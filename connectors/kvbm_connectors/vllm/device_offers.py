@@ -185,7 +185,7 @@ class DeviceOffers:
     # --- offers -----------------------------------------------------------------------------
 
     def offer(self, tracked: Tracked, tables: Tables) -> None:
-        """Offer what steps have finished since the last time; without tables, the next time."""
+        """Collect for `send` what steps have finished since; without tables, leave it for later."""
         if tracked.refused or not tables or (self._holds is not None and not self._holds.ready):
             return
         self._serve()
@@ -206,8 +206,8 @@ class DeviceOffers:
     def offer_of_others(
         self, requests: Mapping[str, Tracked], scheduled: Mapping[str, int]
     ) -> None:
-        """Offer what is held of requests that a step leaves out. vLLM may have no blocks for them,
-        and wait for these."""
+        """Collect for `send` what is held of requests that a step leaves out. vLLM may have no
+        blocks for them, and wait for these."""
         if not self.holding:
             return
         for request, tracked in requests.items():
@@ -218,7 +218,7 @@ class DeviceOffers:
                     self.release_unoffered(tracked, until=self._final(tracked))
 
     def _offer_all_held(self, tracked: Tracked) -> None:
-        """Offer what is held of a request, as far as its steps have ended."""
+        """Collect for `send` what is held of a request, as far as its steps have ended."""
         if tracked.refused:
             return
         self._serve()
@@ -333,7 +333,7 @@ class DeviceOffers:
                 self._holds.release(part.run.blocks)
 
     def _send_all(self, found: Sequence[_Part]) -> None:
-        """Offer parts in as few offers as can be."""
+        """Offer parts, those of one group together, up to TOGETHER_BLOCKS_MAX blocks."""
         parts: list[_Part] = []
         count = 0
         # An offer is of one group.

@@ -1,6 +1,6 @@
 """KV groups of a vLLM engine: which kinds of attention are served, and how each group is named.
 
-vLLM's hybrid KV cache manager gives each kind of attention groups of their own. All groups take
+vLLM's hybrid KV cache manager gives each kind of attention its own groups. All groups take
 their blocks from one pool: block `b` is the same bytes in every group, and belongs to one of them
 at a time. So one set of regions is lent, and a block is offered and loaded in the same way whatever
 its group is. Names differ by `Namespace.group`, and each group has as many tokens in a block as
@@ -103,7 +103,7 @@ def _refusal_of_spec(spec: Any) -> str:
     if not any(kinds <= known for known in SERVED):
         allowed = sorted(frozenset().union(*SERVED))
         return f"a KV cache group is {', '.join(sorted(kinds))}; served are {', '.join(allowed)}"
-    mode = getattr(_inner(spec), "mamba_cache_mode", "")
+    mode = getattr(layer_spec(spec), "mamba_cache_mode", "")
     if kinds <= RECURRENT and mode not in ("align", "all"):
         return f"vLLM caches no recurrent states (mamba_cache_mode is {mode!r})"
     return ""
@@ -132,7 +132,7 @@ def kinds_of(spec: Any) -> set[str]:
     return {type(one).__name__ for one in specs}
 
 
-def _inner(spec: Any) -> Any:
+def layer_spec(spec: Any) -> Any:
     """Return the spec of a group's first layer: those of one group have the same window."""
     inner = getattr(spec, "kv_cache_specs", None)
     return next(iter(inner.values())) if isinstance(inner, dict) and inner else spec
@@ -141,10 +141,10 @@ def _inner(spec: Any) -> Any:
 def window_blocks(spec: Any) -> int:
     """Return how many blocks before a boundary a hit needs; 0: another rule than that.
 
-    The first token behind the boundary looks at itself and `sliding_window - 1` tokens before it.
+    The first token after the boundary looks at itself and `sliding_window - 1` tokens before it.
     A draft model of several layers may compute a few tokens before it again.
     """
-    kinds, one = kinds_of(spec), _inner(spec)
+    kinds, one = kinds_of(spec), layer_spec(spec)
     if kinds <= RECURRENT:
         return 1
     if not kinds <= WINDOWS:
@@ -155,7 +155,7 @@ def window_blocks(spec: Any) -> int:
 
 def chunk_tokens(spec: Any) -> int:
     """Return the tokens of a chunk of chunked attention; 0: another kind."""
-    return int(_inner(spec).attention_chunk_size) if kinds_of(spec) <= CHUNKED else 0
+    return int(layer_spec(spec).attention_chunk_size) if kinds_of(spec) <= CHUNKED else 0
 
 
 def is_hybrid(kv_cache_config: Any) -> bool:
@@ -174,7 +174,7 @@ def first_group(kv_cache_config: Any) -> tuple[int, Any]:
 
 def attention_specs(kv_cache_config: Any) -> list[Any]:
     """Return a spec for each group with attention; of a model without any, that of its states."""
-    specs = [_inner(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    specs = [layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     return [spec for spec in specs if not kinds_of(spec) <= RECURRENT] or specs[:1]
 
 
@@ -189,7 +189,7 @@ def groups_of(kv_cache_config: Any, namespace: Namespace) -> tuple[KvGroup, ...]
         if not is_cacheable(spec):
             continue
         own = replace(namespace, group=at, block_tokens=int(spec.block_size))
-        mode = getattr(_inner(spec), "mamba_cache_mode", "")
+        mode = getattr(layer_spec(spec), "mamba_cache_mode", "")
         found.append(
             KvGroup(
                 Hasher(own),
@@ -217,7 +217,7 @@ def grouping_of(kv_cache_config: Any) -> str:
 
 def _shape_of(group: Any) -> list[Any]:
     """Return what a group is by its first layer: vLLM's scheduler knows no other."""
-    one = _inner(group.kv_cache_spec)
+    one = layer_spec(group.kv_cache_spec)
     state = [str(getattr(one, name, "")) for name in ("shapes", "dtypes", "page_size_padded")]
     rule = [type(one).__name__, int(one.block_size), window_blocks(one), chunk_tokens(one)]
     return [*rule, *state, *group.layer_names]

@@ -73,7 +73,7 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
     """Return why blocks of such an engine cannot be cached; `""` if they can."""
     parallel = config.parallel_config
     if not config.cache_config.enable_prefix_caching:
-        # vLLM turns it off where a kernel cannot begin behind a prefix (latent attention on CPU):
+        # vLLM turns it off where a kernel cannot begin after a prefix (latent attention on CPU):
         # blocks from us would be as wrong there as its own.
         return "prefix caching is off"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
@@ -149,7 +149,7 @@ def _packing(config: Any, kv_cache_config: Any) -> str:
 
 
 def pass_through_of(config: Any, reason: str) -> Attach:
-    """Return what an engine says that computes without a cache: its name, its model, and why.
+    """Return what an engine without a cache says of itself: its name, its model, and the reason.
 
     What it computes may have no name, so the namespace has the model alone.
     """

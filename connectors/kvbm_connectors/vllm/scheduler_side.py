@@ -6,7 +6,7 @@
     update_connector_output ─────► loads that have ended on every rank
     request_finished ────────────► last offers; the blocks are held while an offer is out
 
-It knows vLLM only by `engine_types`, and is called by one thread.
+It knows vLLM only by `engine_types` and `versions`, and is called by one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvbm_connectors.vllm.versions import states_of, tables_of
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.001
-"""The longest that a step without work waits; news end the wait. vLLM itself waits as long."""
+"""The longest that a step without work waits; news ends the wait. vLLM itself waits as long."""
 
 Evict = Callable[[EngineRequest, int], None]
 
@@ -81,9 +81,9 @@ class SchedulerSide:
         self._boundary_tokens = boundary_tokens(group.run(0, 0) for group in self.groups)
         """Tokens from one boundary to the next: blocks of all groups end there."""
         self._least = gcd(*(group.block_tokens for group in self.groups))
-        """Tokens from one end of a block, of any group, to the next."""
+        """Greatest common divisor of the groups' block sizes: blocks end at multiples of it."""
         self._together = decoded_together(self.groups, self._least, DECODED_BLOCKS)
-        self._has_states = any(group.handed_over for group in self.groups)
+        self._states_handed_over = any(group.handed_over for group in self.groups)
         self.evict: Evict = lambda request, first: None
         """Takes a request's blocks from a token on out of vLLM's prefix cache."""
         self.tables_of: Callable[[Any, str], Tables] = tables_of
@@ -106,7 +106,7 @@ class SchedulerSide:
 
     @property
     def idle(self) -> bool:
-        """No request is followed, and nothing is on offer."""
+        """Return whether no request is followed and nothing is on offer."""
         return not self._requests and not self._offers.any_out
 
     # --- admission --------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class SchedulerSide:
         """Keep windows where other prompts part from this one, and have vLLM end a step there, so
         that recurrent layers have a state to keep."""
         tracked.boundaries |= {local, shared}
-        if self._has_states and shared > local + tracked.hit.boundary:
+        if self._states_handed_over and shared > local + tracked.hit.boundary:
             tracked.stop_at(shared)
 
     def _lookup(self, tracked: Tracked, usable: int) -> Hit | None:
@@ -195,7 +195,7 @@ class SchedulerSide:
             return self._half.take(request, blocks)
         except ConnectorMisuse as error:
             # The engine counts on a load. One that fails is recomputed; an exception is the end.
-            log.error("a load of %s cannot be: %s", request, error)
+            log.error("the hit of %s cannot be loaded: %s", request, error)
             self.counts["loads_impossible"] += 1
             tracked.unloadable = True
             return impossible_load(request, blocks, names, whole=self._hybrid)
@@ -211,7 +211,7 @@ class SchedulerSide:
         for request in output.preempted_req_ids or ():
             self._preempted(request)
         sent = self._take_ended_offers()
-        if self._has_states:
+        if self._states_handed_over:
             self._offers.hold_states(self._requests, states_of(output.kv_connector_block_state))
         for request in self._calendar.begin_step(output.num_scheduled_tokens):
             tracked = self._requests.get(request)

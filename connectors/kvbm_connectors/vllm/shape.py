@@ -20,7 +20,7 @@ from typing import Any
 from kvbm_common.errors import KvbmError
 from kvbm_common.tier.parts import PARTS_MAX, Grid, Share, grid_for, share_of, share_of_rank
 
-from kvbm_connectors.vllm.kv_groups import RECURRENT
+from kvbm_connectors.vllm.kv_groups import RECURRENT, layer_spec
 from kvbm_connectors.vllm.versions import tp_replicas
 
 LATENT = "MLAAttentionSpec"
@@ -45,7 +45,7 @@ class Shape:
     """KV heads of a rank, by which its bytes are ordered, so that engines of other shapes read
     them; 0: they have another order."""
     distinct_ranks: int
-    """Where it is not by heads: how many tensor-parallel ranks hold other bytes; else 1."""
+    """Tensor-parallel ranks with distinct bytes, where blocks are not cut by heads; else 1."""
     layers: int
     """Rows of a block: layers of all stages, or of the largest KV group."""
     row_bytes: int = 0
@@ -90,7 +90,7 @@ def shape_of(config: Any, kv_cache_config: Any, *, drafts: bool) -> Shape:
     stages = _stages(config, kv_cache_config, drafts=drafts)
     ranks = int(config.parallel_config.tensor_parallel_size)
     said = tp_replicas(kv_cache_config)
-    specs = [_spec_of(group) for group in kv_cache_config.kv_cache_groups]
+    specs = [layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     if not _has_even_layers(kv_cache_config, specs) or _has_states(specs):
         return _uneven(stages, _distinct(ranks, said), ranks)
     by_head = _by_head(config, specs, said, drafts=drafts, ranks=ranks)
@@ -156,14 +156,14 @@ def _text_of_stages(stages: Sequence[tuple[int, int]], heads: int) -> str:
     grid = grid_for(layers, heads)
     cut = "cannot be cut" if grid is None else f"are cut into ranges of {layers // grid.ranges}"
     ends = ", ".join(str(end) for _, end in stages[:-1])
-    return f"pipeline stages end behind layer {ends}, and {layers} layers {cut}"
+    return f"pipeline stages end after {ends} layers, and {layers} layers {cut}"
 
 
 # --- layers ---------------------------------------------------------------------------------
 
 
 def _stages(config: Any, kv_cache_config: Any, *, drafts: bool) -> list[tuple[int, int]]:
-    """Return the layers of each pipeline stage: the first one, and the one behind its last."""
+    """Return the layers of each pipeline stage: the first one, and the one after its last."""
     count = int(config.parallel_config.pipeline_parallel_size)
     groups = kv_cache_config.kv_cache_groups
     if count == 1:
@@ -188,14 +188,8 @@ def _layer_of(name: str) -> int:
     return numbers[0] if len(numbers) == 1 else -1
 
 
-def _spec_of(group: Any) -> Any:
-    """Return the spec of a group, or of one of its layers: the scheduler knows no other one."""
-    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return next(iter(inner.values())) if isinstance(inner, dict) else group.kv_cache_spec
-
-
 def _has_even_layers(kv_cache_config: Any, specs: Sequence[Any]) -> bool:
-    """Return whether all layers have as many bytes of a block.
+    """Return whether all layers have equally many bytes of a block.
 
     vLLM places the layers of a group with one spec as one tensor. What the specs are, its scheduler
     does not know of groups with several.
@@ -219,7 +213,7 @@ def _page_bytes(spec: Any) -> int:
 
 
 def _distinct(ranks: int, replicas: int) -> _Heads:
-    """Return what stands for heads where nothing but ranks is known, so many of them alike."""
+    """Return ranks in the place of heads, which are unknown: `replicas` of them hold the same."""
     return _Heads(ranks // max(1, replicas), 1, max(1, replicas))
 
 

@@ -67,8 +67,8 @@ class Tracked:
     """Tokens that the request was given (hits, loads) when a step first computed for it since its
     last admission; None until such a step is scheduled."""
     dispatched_tokens: int = 0
-    """Tokens that steps were sent out for since the last admission, drafts left out; at least, as
-    steps of one token are not all looked at."""
+    """Tokens from the sequence's first on that hits or dispatched steps cover, drafts left out. A
+    lower bound, as not every step is looked at; 0 from an admission to its first step."""
     step_tokens: int = 1
     """Tokens that each step makes at most, once the prompt is computed: drafts may be right."""
     decodes_from: int = 0
@@ -83,8 +83,8 @@ class Tracked:
     boundaries: set[int] = field(default_factory=set)
     """Numbers of tokens at which other requests may hit, so that windows are held before them."""
     held: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Group → index → device block, of blocks that leave their table before they can be offered:
-    held until their step has ended."""
+    """Index of a group among the cached ones → index → device block, of blocks that leave their
+    table before they can be offered: held until their step has ended."""
     looked_tokens: int = 0
     """Blocks of the tokens before this one were looked at, whether to hold them."""
 
@@ -138,7 +138,7 @@ class Tracked:
         self.dispatched_tokens = self.decodes_from = 0
 
     def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
-        """Note that a step computes so many tokens, of them drafts, before they are counted."""
+        """Note a step of `tokens` tokens, `drafts` of them drafts, before vLLM counts them."""
         request = self.request
         # Tokens in flight may be drafts, of this step's kind or of the step before, and rejected.
         may_be_rejected = drafts > 0 or self.step_tokens > 1
@@ -184,8 +184,8 @@ class Tracked:
 
     @property
     def written(self) -> int:
-        """Return the tokens that steps were sent out for, of a request that is preempted; tokens of
-        a block that is not full may be missing."""
+        """Return up to which token steps were sent out for a preempted request; tokens of a block
+        that is not full may be missing."""
         # The last token of a request that decodes comes from the step that computed the one before.
         decoded = self.request.num_tokens - 1 if self.decodes_from else 0
         return max(0, self.dispatched_tokens, decoded)
@@ -248,12 +248,13 @@ class Tracked:
         """Return whether a block came from the host tier."""
         return self.loaded[0] <= index * block_tokens < self.loaded[1]
 
-    def take_held(self, group: int, end: int) -> dict[int, int]:
-        """Return the held blocks before index `end` of a group, for an offer that holds them on."""
-        held = self.held.get(group, {})
+    def take_held(self, at: int, end: int) -> dict[int, int]:
+        """Take the held blocks before index `end` of the cached group at `at`, for an offer that
+        keeps them held."""
+        held = self.held.get(at, {})
         taken = {index: held.pop(index) for index in sorted(held) if index < end}
         if not held:
-            self.held.pop(group, None)
+            self.held.pop(at, None)
         return taken
 
 

@@ -1,16 +1,16 @@
 """What versions of vLLM do differently: 0.29 to 0.33.
 
-    0.29         loads cannot fail as a whole, so models with several KV groups pass through; a step
-                 hands out the block tables of requests with new blocks alone; no group is in host
-                 memory
+    0.29         loads cannot fail as a whole, so models with several KV groups, or with one that
+                 is not full attention, pass through; a step hands out the block tables of requests
+                 with new blocks alone; no group is in host memory
     before 0.31  a request has no field for hints; no window is computed again before a hit; vLLM
                  does not say how far its draft models read, nor which ranks hold the same heads
     before 0.32  vLLM's metrics have no sources of hits
     before 0.33  vLLM does not say when it unmaps KV tensors
 
-What is called by newer versions alone, older ones never call: it needs no question here.
+Methods that only newer versions of vLLM call need no check here.
 
-vLLM is imported inside of functions: this module is read without it.
+vLLM is imported inside functions, so that this module can be imported without it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class BlockIds(Sequence[int]):
 
 
 def tables_in(manager: Any) -> Callable[[Any, str], Sequence[Sequence[int]]]:
-    """Return what `tables_of` returns, out of vLLM's KV cache manager (from 0.30 on): without a
-    list of all blocks of a request."""
+    """Return a function like `tables_of` that reads vLLM's KV cache manager (from 0.30 on).
+
+    It makes no list of all blocks of a request.
+    """
 
     def read(block_state: Any, request: str) -> Sequence[Sequence[int]]:
         if block_state is None or request not in block_state.req_ids:

@@ -38,7 +38,7 @@ def _import_nixl() -> tuple[ModuleType, ModuleType]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     raise_exceptions = logging.raiseExceptions
-    for package in ("nixl_cu13", "nixl_cu12", "nixl"):  # cu12 always is there; cu13 was asked for.
+    for package in ("nixl_cu13", "nixl_cu12", "nixl"):  # cu12 is always installed, cu13 on request.
         try:
             api = importlib.import_module(f"{package}._api")
             return api, importlib.import_module(f"{package}._bindings")
@@ -80,7 +80,7 @@ def network_devices(backend: str) -> Iterator[None]:
 
 
 def defaults_of(backend: str) -> dict[str, str]:
-    """Return the parameters of any back end, chosen for this machine."""
+    """Return the default parameters of a back end on this machine."""
     if backend == "GDS":
         return {"batch_pool_size": str(GDS_BATCHES)}
     return posix_defaults() if backend == "POSIX" else {}

@@ -1,7 +1,7 @@
-"""The mover: one NIXL agent in one thread of its own, and the only place that imports nixl.
+"""The mover: one NIXL agent in one thread of its own, which alone calls it.
 
     any thread                     │ the mover's thread
-                                   │                        ┌─ done ─────► Moved
+                                   │                        ┌─ done ─────► Transferred
     read · read_file · write_file ─┼─► waiting ─► in flight ┼─ error ────► TransferError
     register · add_peer · …       ─┼─► (done at once)       └─ deadline ─► draining ─► settled
     (each returns a Future)        │
@@ -14,8 +14,8 @@ after removing its peer, all 64 MiB still arrived; releasing a POSIX handle corr
 it shares with others. So a transfer that misses its deadline fails at once for its caller, and its
 handle stays here until NIXL reports an end. Until then the error's `settled` is False: the local
 memory may still be written. What settles: DONE; any error of a POSIX or GDS_MT transfer (it comes
-after the last I/O), but none of GDS; a lost peer (UCX has failed the endpoint); and, for UCX, the
-end of the agent in `close`.
+after the last I/O), but none of GDS; a lost peer (UCX has failed the endpoint); and the end of the
+agent in `close`, but for files and objects that are in flight then.
 
 What owners of memory must know: over CMA or RDMA the owner is not asked, so a stopped process is
 read like a running one. Over TCP UCX emulates READ and the owner takes part: an idle mover polls

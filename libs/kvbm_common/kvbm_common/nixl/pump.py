@@ -41,9 +41,9 @@ from kvbm_common.nixl.transfers import (
 UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
-# While none is expected (`attend`); fifty a second were 0.9 % of a core.
+# The same while no peer is expected (`attend`); fifty polls a second took 0.9 % of a core.
 QUIET_POLL_S = 0.25
-# So long a connection is expected to take: several polls on both sides.
+# Time that a connection is expected to take: several polls on both sides.
 CONNECT_S = 1.0
 # Memory is polled tightly until nothing has ended for so long, then with a pause: no silent peer is
 # worth a core. Files always with a pause, where no ring wakes us.
@@ -98,7 +98,7 @@ class Pump:
         self._finished = finished
         self._queue = TransferQueue()
         self._leaving: dict[str, Future[None]] = {}
-        self._unsettled: list[Future[None]] = []  # Ended by UCX with an error that proves nothing.
+        self._unsettled: list[Future[None]] = []  # Of failed transfers whose error proves no end.
         self._last_event = self._serve_at = 0.0
         self._transfers_done = self._bytes_moved = 0
         self._failures = self._timeouts = self._notifications_dropped = 0
@@ -107,8 +107,8 @@ class Pump:
     def pause_s(self) -> float | None:
         """How long to wait for a job before the next poll; None: there is nothing to poll."""
         if self._queue.in_flight_count:
-            settled = not self._spins or time.monotonic() - self._last_event > SPIN_S
-            return self._busy_pause_s if settled else 0.0
+            pauses = not self._spins or time.monotonic() - self._last_event > SPIN_S
+            return self._busy_pause_s if pauses else 0.0
         if self._queue.flights or self._queue.waiting:
             return IDLE_POLL_S
         if not self._serves:
@@ -326,7 +326,7 @@ class Pump:
         self._finished()
 
     def _proves_end(self, transfer: Transfer, error: Exception) -> bool:
-        """Return whether nothing can be written any more: see the module's text."""
+        """Return whether nothing can be written any more: see `mover_thread.py`."""
         never_posted = transfer.handle is None
         # A file's error comes after its last I/O, an object's after its only request.
         kind = transfer.remote.kind

@@ -2,10 +2,10 @@
 
 A model with several kinds of attention keeps several KV caches, its groups. Each has blocks of its
 own, with names of its own and a size of its own. A hit ends at a boundary, a number of tokens
-behind which the engine computes on. What it needs of a group depends on the kind of attention:
+after which the engine computes on. What it needs of a group depends on the kind of attention:
 
     prefix     every block before the boundary (full attention)
-    tail(n)    the last n blocks before the boundary (sliding window); one, where a block is the
+    window(n)  the last n blocks before the boundary (sliding window); one, where a block is the
                state of a recurrent layer
     chunk(n)   the blocks of the chunk of n tokens in which the boundary lies (chunked attention)
 
@@ -35,7 +35,7 @@ looked at in vain at most. For a window so many more are looked at, then twice a
 class GroupRun(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of one group that a lookup asks for: `blocks` of `block_tokens` tokens each.
 
-    `window_blocks` before a boundary are what a hit needs (`tail`); 0, with `chunk_tokens` 0: all.
+    `window_blocks` before a boundary are what a hit needs (`window`); both 0: all blocks before it.
     """
 
     block_tokens: int
@@ -52,7 +52,7 @@ class GroupRun(msgspec.Struct, frozen=True, array_like=True):
         return not self.window_blocks and not self.chunk_tokens
 
     def first_needed(self, tokens: int) -> int:
-        """Return the place of the first block that a hit of so many tokens needs."""
+        """Return the index of the first block that a hit of so many tokens needs."""
         end, rest = divmod(tokens, self.block_tokens)
         assert rest == 0, f"{tokens} tokens are no boundary of {self}"
         if self.chunk_tokens:
@@ -79,7 +79,7 @@ long prompt has thousands."""
 
 
 def has_each(has: Callable[[SequenceHash], bool]) -> Has:
-    """Return what tells of many blocks what `has` tells of one."""
+    """Return a `Has` that asks `has` about each block."""
     return lambda names: bytes(map(has, names))
 
 
@@ -123,7 +123,7 @@ def largest_boundary(groups: Sequence[GroupRun]) -> int:
 
 
 def needed(groups: Sequence[GroupRun], tokens: int) -> list[range]:
-    """Return, for each group, the places of the blocks that a hit of so many tokens needs."""
+    """Return, for each group, the indices of the blocks that a hit of so many tokens needs."""
     assert tokens % boundary_tokens(groups) == 0, f"{tokens} tokens are no boundary of {groups}"
     return [range(one.first_needed(tokens), tokens // one.block_tokens) for one in groups]
 
@@ -144,8 +144,8 @@ def reach(
     most: int | None = None,
     shared: int = 0,
 ) -> Reach:
-    """Return how far the blocks for which `has` is true reach, at most `most` tokens. Of prefixes
-    it is known that they have the first `shared` tokens.
+    """Return how far the blocks for which `has` is true reach, at most `most` tokens. Every prefix
+    is known to have the first `shared` tokens.
 
     Each block is looked at once at most: those of a prefix from the front until one is missing,
     others from the back.
@@ -186,8 +186,7 @@ def _prefix(group: GroupRun, names: Sequence[SequenceHash], has: Has, most: int,
 
 
 class _FoundBlocks:
-    """Which blocks of a group that is no prefix are there, from the last one asked for back to the
-    one that was looked at first.
+    """The blocks of a group that is no prefix: which are there, looked up from the last one back.
 
     Byte 0 is the last block: `find` takes as long as what it searches, and `rfind` as often as long
     as a window has blocks.
@@ -201,7 +200,7 @@ class _FoundBlocks:
         self._window = b"\1" * group.window_blocks
         self._there = bytearray(count)
         self._looked = 0
-        """So many have been looked at, or are of no use any more."""
+        """Blocks at the end that have been looked at, or that no boundary needs any more."""
 
     def boundary(self, most: int, step: int) -> int:
         """Return the largest boundary of at most `most` tokens, a multiple of `step`, at which all
@@ -226,8 +225,8 @@ class _FoundBlocks:
         return 0
 
     def _before(self, start: int) -> int:
-        """Return how many blocks end with a whole window, or are all there: at most those from
-        byte `start` on."""
+        """Return how many leading blocks end with a whole window, or lack none: the most, without
+        those before byte `start`."""
         there, count = self._there, len(self._there)
         assert 0 < start <= count, f"byte {start} of {count}"
         begin, more = start, LOOK_BLOCKS

@@ -39,7 +39,7 @@ _NAMESPACE = attrgetter("namespace")
 
 
 class Answers:
-    """The way in which every lookup of an engine and every prefetch ends."""
+    """The answers to lookups and prefetches, with their leases and counts."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class Answers:
             return
         self.keep_own(lookup)
         if lookup.plan is not None:
-            if lookup.run < len(lookup.hashes):
+            if lookup.run_blocks < len(lookup.hashes):
                 fall_back(lookup, lookup.plan, self._table)
             lookup.unpin_fallback(self._table)
             self._note_others(lookup, lookup.plan)
-        blocks, slots = lookup.blocks, lookup.all_slots()
-        assert len(slots) == len(blocks) == lookup.run <= len(lookup.hashes), lookup.owner
+        blocks, slots = lookup.blocks, lookup.slots_here()
+        assert len(slots) == len(blocks) == lookup.run_blocks <= len(lookup.hashes), lookup.owner
         lease_id = 0
         if slots:
             lease_id = self._leases.grant(
@@ -88,13 +88,13 @@ class Answers:
             ).id
         disk, objects = _came_from(lookup, "disk"), _came_from(lookup, "object")
         remote = _came_from(lookup, "remote")
-        here = lookup.run - len(disk) - len(objects) - len(remote)
-        assert here >= 0, f"{lookup.owner}: {lookup.run} blocks came from {lookup.came_from}"
+        here = lookup.run_blocks - len(disk) - len(objects) - len(remote)
+        assert here >= 0, f"{lookup.owner}: {lookup.run_blocks} blocks came from {lookup.came_from}"
         plan = lookup.plan
         asked = len(lookup.hashes) if plan is None else plan.asked
         self.count(asked, here, len(disk), len(objects), len(remote))
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
-        self._counts["matched_tokens"] += boundary or lookup.run * lookup.block_tokens
+        self._counts["matched_tokens"] += boundary or lookup.run_blocks * lookup.block_tokens
         columns = lookup.known.columns_of(self._table, slots, blocks)
         self._counts["bytes.h2d"] += columns.bytes
         if lookup.asked is not None and plan is None:
@@ -150,7 +150,7 @@ class Answers:
 
     def explain(self, lookup: OpenLookup, now_ms: int) -> None:
         """Keep why the run of an engine's lookup ended where it did."""
-        assert lookup.run <= len(lookup.hashes), lookup.owner
+        assert lookup.run_blocks <= len(lookup.hashes), lookup.owner
         asked = lookup.asked
         if asked is not None:
             hashes, reason = lookup.hashes, lookup.reason
@@ -159,7 +159,7 @@ class Answers:
             self._answered(
                 Looked(
                     asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms,
-                    hashes, lookup.run, lookup.came_from, reason, lookup.failed_at,
+                    hashes, lookup.run_blocks, lookup.came_from, reason, lookup.failed_at,
                     content=asked.content, namespace=asked.namespace, avoided=asked.avoided,
                     trace=asked.trace, detail=lookup.detail,
                 )
@@ -168,8 +168,8 @@ class Answers:
     def _answer_prefetch(self, lookup: OpenLookup) -> None:
         self._table.unpin(slot for slot in lookup.slots if slot is not None)
         reply = PrefetchReply(
-            blocks=lookup.run,
-            filled=len(lookup.came_from.keys() & set(range(lookup.run))),
+            blocks=lookup.run_blocks,
+            filled=len(lookup.came_from.keys() & set(range(lookup.run_blocks))),
             reason=lookup.why_short,
         )
         assert reply.filled <= reply.blocks, f"{reply.filled} of {reply.blocks} blocks were filled"
@@ -216,7 +216,8 @@ class Answers:
         self._hit_window.append((asked, host, disk, objects))
 
     def hit_rates(self) -> dict[str, float]:
-        """Return which part of the blocks of the last lookups came from where."""
+        """Return the shares of the last lookups' blocks that this host's tiers had, and how many
+        lookups these were."""
         window = self._hit_window
         asked = sum(entry[0] for entry in window) or 1  # No blocks, no hits.
         return {
@@ -231,20 +232,22 @@ def fall_back(lookup: OpenLookup, plan: GroupPlan, table: SlotTable) -> None:
     """Have a lookup over several groups reach as far as blocks of its engine are here, and pin
     those."""
 
-    came_from = {lookup.hashes[place]: tier for place, tier in lookup.came_from.items()}
+    came_from = {lookup.hashes[index]: tier for index, tier in lookup.came_from.items()}
     table.unpin(slot for slot in lookup.slots if slot is not None)
     plan.fall_back(blocks_here(table, lookup.namespaces))
     lookup.hashes = plan.needed()
     slots = table.pin_prefix(lookup.hashes)
     lookup.slots, lookup.blocks = [*slots], table.blocks_in(slots)
-    lookup.run = len(slots)
-    assert lookup.run == len(lookup.hashes), lookup.owner
-    places = enumerate(lookup.hashes)
-    lookup.came_from = {at: came_from[name] for at, name in places if name in came_from}
+    lookup.run_blocks = len(slots)
+    assert lookup.run_blocks == len(lookup.hashes), lookup.owner
+    found = enumerate(lookup.hashes)
+    lookup.came_from = {index: came_from[name] for index, name in found if name in came_from}
 
 
 def _came_from(lookup: OpenLookup, tier: Medium) -> list[int]:
     """Return the indices of the run whose blocks came from this medium, in order."""
     if not lookup.came_from:
         return []
-    return sorted(i for i, source in lookup.came_from.items() if source == tier and i < lookup.run)
+    return sorted(
+        i for i, source in lookup.came_from.items() if source == tier and i < lookup.run_blocks
+    )

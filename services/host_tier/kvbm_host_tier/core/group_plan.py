@@ -27,7 +27,7 @@ from kvbm_common.tier.kv_groups import (
     split,
 )
 
-from kvbm_host_tier.core.presence import Known
+from kvbm_host_tier.core.presence import Available
 
 TRIES_MAX = 16
 """Boundaries that are tried where there is no room for a plan: at one that fits, blocks of a window
@@ -51,29 +51,36 @@ class GroupPlan:
         _require_groups(groups, len(hashes))
         return cls(groups, split(groups, hashes), largest_boundary(groups), Reach(0, 0))
 
-    def choose(self, known: Known) -> list[SequenceHash]:
-        """Reach as far as blocks go that are here, or may come. Return the blocks of the largest
-        hit that is here, if it is a smaller one: a lookup that waits keeps them."""
-        self.reach = reach(self.groups, self.names, known.here)
+    def choose(self, available: Available) -> list[SequenceHash]:
+        """Set the reach to the largest hit whose blocks are here or may come.
+
+        Return the blocks of the largest hit that is here, if it is shorter: they stay pinned while
+        the lookup waits.
+        """
+        self.reach = reach(self.groups, self.names, available.here)
         here_tokens, here_names = self.reach.tokens, self.needed()
         if self.is_short:
-            self.reach = reach(self.groups, self.names, known.may_come, shared=self.reach.shared)
+            self.reach = reach(
+                self.groups, self.names, available.may_come, shared=self.reach.shared
+            )
         assert here_tokens <= self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
         return here_names if here_tokens < self.reach.tokens else []
 
-    def shorten(self, room: int, known: Known) -> None:
-        """Reach as far as free slots are enough for the blocks that have to be brought."""
+    def shorten(self, room: int, available: Available) -> None:
+        """Choose a lower reach, at which `room` slots are enough for the blocks to be brought."""
         assert room >= 0, f"{room} slots"
         step, shared, tokens = boundary_tokens(self.groups), self.reach.shared, self.reach.tokens
-        wanted = self._slots_wanted(known.takes_slot, step)
+        wanted = self._slots_wanted(available.takes_slot, step)
         for _ in range(TRIES_MAX):
             fitting = range(tokens // step, -1, -1)
             most = step * next(at for at in fitting if wanted[at] <= room)
-            tokens = reach(self.groups, self.names, known.may_come, most=most, shared=shared).tokens
+            tokens = reach(
+                self.groups, self.names, available.may_come, most=most, shared=shared
+            ).tokens
             if tokens == most:
                 break
         else:
-            tokens = reach(self.groups, self.names, known.here, most=tokens).tokens
+            tokens = reach(self.groups, self.names, available.here, most=tokens).tokens
         assert tokens <= self.reach.tokens, f"{tokens} tokens are more than {self.reach}"
         self.reach = Reach(tokens, shared)
 

@@ -78,20 +78,20 @@ class LoadCost:
         if cost is None or None not in lookup.slots:
             return list(fills)
         first = lookup.slots.index(None)
-        assert first < lookup.run == len(lookup.slots), lookup.owner
+        assert first < lookup.run_blocks == len(lookup.slots), lookup.owner
         medium = self._medium_of(lookup.hashes[first], lookup, now_ms)
-        key = medium, (lookup.run - first).bit_length()
+        key = medium, (lookup.run_blocks - first).bit_length()
         wanted = frozenset(fills)
         favour = 1 / FAVOUR if key in self._left else FAVOUR
         looks = _Looks(self._times, now_ms)
         choice = self._choose(lookup, first, wanted, cost, looks, favour)
-        assert first <= choice.end <= lookup.run, f"{lookup.owner}: {choice} from {first}"
-        if choice.end == lookup.run:
+        assert first <= choice.end <= lookup.run_blocks, f"{lookup.owner}: {choice} from {first}"
+        if choice.end == lookup.run_blocks:
             self._left.discard(key)
             return list(fills)
         if choice.end == first:
             self._left.add(key)
-        left = [name for name in lookup.hashes[choice.end : lookup.run] if name in wanted]
+        left = [name for name in lookup.hashes[choice.end : lookup.run_blocks] if name in wanted]
         place = self._medium_of(lookup.hashes[choice.end], lookup, now_ms)
         self._count(lookup, choice, place, looks.of(place))
         lookup.cut(choice.end, "recompute_cheaper", self._table, place)
@@ -128,7 +128,7 @@ class LoadCost:
         comes_ms = most = 0.0
         choice = Choice(first)
         begin = first * tokens
-        for index in range(first, lookup.run):
+        for index in range(first, lookup.run_blocks):
             if lookup.slots[index] is None:
                 name = lookup.hashes[index]
                 medium = self._medium_of(name, lookup, looks.now_ms)
@@ -138,7 +138,7 @@ class LoadCost:
             choice.compute_ms = cost.compute_ms(begin, (index + 1) * tokens)
             choice.comes_ms = comes_ms + copied_ms
             saved = favour * choice.compute_ms - choice.comes_ms
-            if saved >= most and (lookup.plan is None or index + 1 == lookup.run):
+            if saved >= most and (lookup.plan is None or index + 1 == lookup.run_blocks):
                 most, choice.end = saved, index + 1
         return choice
 
@@ -148,7 +148,7 @@ class LoadCost:
 
     def _count(self, lookup: OpenLookup, choice: Choice, place: Medium, look: Outlook) -> None:
         """Count what is left, by its medium and by why that takes longer."""
-        left = lookup.run - choice.end
+        left = lookup.run_blocks - choice.end
         assert left > 0, f"{lookup.owner}: {choice} leaves nothing"
         size = left * lookup.block_bytes
         alone_ms = look.estimate.ms(size)

@@ -2,10 +2,10 @@
 
 A lookup is walked from its first block on. Each block is either here (pin it), below (stage a
 slot and have it filled), on its way for another lookup (wait for it, too), or the end of the run.
-The answer leaves once: when all is here, or at its deadline with the prefix that is here by then.
-Blocks that arrive after the answer stay: they have been promoted. Where this host has no more, the
-index is asked for other hosts that have, and the walk goes on with what a peer has. The states of
-a lookup are drawn in `docs/state_machines.md`.
+The answer leaves once: when all is here, or at its deadline with the prefix (of several KV groups,
+the largest hit) that is here by then. Blocks that arrive after the answer stay, as promoted ones.
+Where this host has no more, the index is asked for other hosts that have, but not for several KV
+groups; the walk goes on with what a peer has. `docs/state_machines.md` draws a lookup's states.
 """
 
 from __future__ import annotations
@@ -136,16 +136,16 @@ class Onboard:
         """Pin what is here, have filled what is below; returns how many blocks were here."""
         # All of them, in the common case.
         lookup.slots = [*self._table.pin_prefix(lookup.hashes, lookup.known.slots)]
-        lookup.run = len(lookup.slots)
+        lookup.run_blocks = len(lookup.slots)
         self._answers.keep_own(lookup)
-        here = lookup.run
+        here = lookup.run_blocks
         fills, question = list[SequenceHash](), 0
         goes_on = here < len(lookup.hashes) and not lookup.reason
         if goes_on:
             fills = self._walk_rest(lookup, now_ms)
         self._admit(lookup.hashes, lookup.slots)
         if lookup.reason == "not_stored" and lookup.plan is None:
-            rest = lookup.hashes[lookup.run :]
+            rest = lookup.hashes[lookup.run_blocks :]
             question = self._peers.ask(rest, now_ms, until_ms=lookup.answer_by_ms)
         if fills or question or (goes_on and None in lookup.slots):
             self._wait(lookup, fills, question, now_ms)
@@ -171,11 +171,11 @@ class Onboard:
     def _walk(
         self, lookup: OpenLookup, now_ms: int, remote: Container[SequenceHash] = ()
     ) -> list[SequenceHash]:
-        """Pin what is here behind the run; returns what is to be brought, as far as all comes."""
-        assert len(lookup.slots) == lookup.run, lookup.owner
+        """Pin what is here up to the first block that cannot come; return what is to be brought."""
+        assert len(lookup.slots) == lookup.run_blocks, lookup.owner
         table, below, own = self._table, self._below, lookup.namespaces
         fills: list[SequenceHash] = []
-        for name in lookup.hashes[lookup.run :]:
+        for name in lookup.hashes[lookup.run_blocks :]:
             slot = table.find(name)
             if slot is not None:
                 table.pin(slot, used=True)
@@ -187,10 +187,10 @@ class Onboard:
             elif name not in self._waiting:
                 break
             lookup.slots.append(slot)
-        lookup.run = len(lookup.slots)
+        lookup.run_blocks = len(lookup.slots)
         lookup.reason = ""
-        if lookup.run < len(lookup.hashes):
-            place = below.others(lookup.hashes[lookup.run], own)
+        if lookup.run_blocks < len(lookup.hashes):
+            place = below.others(lookup.hashes[lookup.run_blocks], own)
             lookup.reason = OTHER_NAMESPACE if place else "not_stored"
             lookup.failed_at = place or ""
         return fills
@@ -233,8 +233,8 @@ class Onboard:
         self._answer_if_complete(lookup_id, now_ms)
 
     def _await_blocks(self, lookup_id: int, lookup: OpenLookup, start: int) -> None:
-        assert 0 <= start <= lookup.run, lookup.owner
-        for index in range(start, lookup.run):
+        assert 0 <= start <= lookup.run_blocks, lookup.owner
+        for index in range(start, lookup.run_blocks):
             if lookup.slots[index] is None:
                 self._waiting.add(lookup.hashes[index], (lookup_id, index))
 
@@ -257,7 +257,7 @@ class Onboard:
     ) -> None:
         """Walk on with what a peer has."""
         assert count >= 0
-        start, own = lookup.run, lookup.namespaces
+        start, own = lookup.run_blocks, lookup.namespaces
         remote = frozenset(lookup.hashes[start : start + count])
         brought = self._walk_rest(lookup, now_ms, remote)
         self._admit(lookup.hashes[start:], lookup.slots[start:])
@@ -323,12 +323,12 @@ class Onboard:
             for lookup_id, index in self._waiting.take(block.hash):
                 served[lookup_id] = None
                 lookup = self._lookups.get(lookup_id)
-                if lookup is not None and index < lookup.run:
+                if lookup is not None and index < lookup.run_blocks:
                     assert lookup.slots[index] is None, self._held.story(block.hash)
                     table.pin(slot)
                     lookup.slots[index] = slot
                     lookup.came_from[index] = source
-                    uses += 2 if lookup.reply_to else 1  # An operator wants it to stay.
+                    uses += 2 if lookup.reply_to else 1  # A prefetch wants it to stay.
             if uses > 1:
                 self._held.admit([block.hash])
         self._held.landed(arrived, source, now_ms)
@@ -340,9 +340,9 @@ class Onboard:
         assert not self._table.is_staging(name), self._held.story(name)
         for lookup_id, index in self._waiting.take(name):
             lookup = self._lookups.get(lookup_id)
-            if lookup is not None and index < lookup.run:
+            if lookup is not None and index < lookup.run_blocks:
                 lookup.cut(index, reason, self._table, place)
-                if lookup.state is LookupState.ASKING:  # The blocks behind the cut are of no use.
+                if lookup.state is LookupState.ASKING:  # The blocks after the cut are of no use.
                     self._move(lookup_id, "cut")
                 self._answer_if_complete(lookup_id, now_ms)
 
@@ -352,7 +352,7 @@ class Onboard:
         lookup = self._lookups.get(lookup_id)
         if lookup is None or None in lookup.slots:
             return
-        assert len(lookup.slots) == lookup.run, lookup.owner
+        assert len(lookup.slots) == lookup.run_blocks, lookup.owner
         if lookup.state is LookupState.FILLING:
             self._answers.give(self._move(lookup_id, "complete"), now_ms)
 
@@ -363,9 +363,9 @@ class Onboard:
             lookup = self._move(lookup_id, "deadline")
             if None in lookup.slots:
                 self._counts["lookups_cut_by_deadline"] += 1
-                run = lookup.slots.index(None)
-                place = self._below.medium_of(lookup.hashes[run]) or "remote"
-                lookup.cut(run, "deadline", self._table, place)
+                at = lookup.slots.index(None)
+                place = self._below.medium_of(lookup.hashes[at]) or "remote"
+                lookup.cut(at, "deadline", self._table, place)
             self._answers.give(lookup, now_ms)
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
         assert all(now_ms < lookup.answer_by_ms for lookup in self._lookups.values())
@@ -397,4 +397,4 @@ class Onboard:
             is_asking = lookup.state is LookupState.ASKING
             assert is_asking or None in lookup.slots, "a complete lookup was not answered"
             assert lookup_id in asking or not is_asking, lookup.owner
-            assert len(lookup.slots) == lookup.run, lookup.owner
+            assert len(lookup.slots) == lookup.run_blocks, lookup.owner

@@ -69,35 +69,35 @@ class OpenLookup:
     number: int = 0
     """The engine's number of it."""
     slots: list[int | None] = field(default_factory=list)
-    run: int = 0
+    run_blocks: int = 0
     """Blocks of the run that may still be had; shrinks when a fill fails."""
     block_tokens: int = 0
     """Tokens that the engine would compute for each block; of a plan, on average."""
     state: LookupState | None = None
-    """None: it is not answered yet in the step that it came with."""
+    """None: the lookup does not wait for anything yet."""
     came_from: dict[int, Medium] = field(default_factory=dict)
-    """Where blocks of the run came from that were not here."""
+    """Index in the run → where its block came from, of blocks that were not here."""
     reason: str = ""
     failed_at: Place = ""
     """Where, when something failed."""
     detail: str = ""
     """More about the reason, for people."""
     asked: Lookup | None = None
-    """The engine's message; None: this is an operator's prefetch."""
+    """The engine's message; None: this is a prefetch."""
     reply_to: int = 0
-    """The request of an operator's prefetch, which leaves no block pinned."""
+    """The request of an operator's prefetch, or HINTED: a prefetch leaves no block pinned."""
     block_bytes: int = 0
     plan: GroupPlan | None = None
     """Of a lookup over several KV groups: what `hashes` was chosen from."""
     namespaces: frozenset[bytes] = frozenset()
-    """The engine's: it gets blocks of these alone. An operator's prefetch has none."""
+    """The engine's, which gets blocks of these alone; empty for an operator's prefetch."""
     fallback: list[int] = field(default_factory=list)
     """Slots of a shorter hit, whose blocks are all here, pinned until the answer: else room for the
     plan's fills, or a cut of its run, could cost that hit."""
     known: Run = field(default_factory=Run)
     """What was known of the first blocks when it came; of a plan, nothing."""
     blocks: list[Block] = field(default_factory=list)
-    """Those in the first of `slots`, as far as they are known to be the engine's own."""
+    """The blocks in the first of `slots`, as far as their namespaces have been compared."""
 
     @classmethod
     def of_engine(
@@ -128,13 +128,13 @@ class OpenLookup:
             namespaces=engine.namespaces,
         )
 
-    def cut(self, run: int, reason: str, table: SlotTable, place: Place = "") -> None:
-        """End the run before index `run`, and unpin what is behind it."""
-        assert 0 <= run <= self.run, self.owner
-        table.unpin(slot for slot in self.slots[run:] if slot is not None)
-        del self.slots[run:], self.blocks[run:]
-        assert len(self.slots) == run, f"{self.owner}: {len(self.slots)} slots of a run of {run}"
-        self.run = run
+    def cut(self, at: int, reason: str, table: SlotTable, place: Place = "") -> None:
+        """End the run before index `at`, and unpin what comes after it."""
+        assert 0 <= at <= self.run_blocks, self.owner
+        table.unpin(slot for slot in self.slots[at:] if slot is not None)
+        del self.slots[at:], self.blocks[at:]
+        assert len(self.slots) == at, f"{self.owner}: {len(self.slots)} slots of a run of {at}"
+        self.run_blocks = at
         self.reason, self.failed_at, self.detail = reason, place, ""
 
     def restart(self, plan: GroupPlan, table: SlotTable) -> None:
@@ -153,9 +153,8 @@ class OpenLookup:
         table.unpin(self.fallback)
         self.fallback = []
 
-    def all_slots(self) -> list[int]:
-        """Return the slots of its blocks that are here and its engine's own: of all, once all is
-        here."""
+    def slots_here(self) -> list[int]:
+        """Return the slots of the run's blocks that are here."""
         if len(self.blocks) == len(self.slots):
             return cast("list[int]", self.slots)
         return [slot for slot in self.slots if slot is not None]
@@ -165,7 +164,7 @@ class OpenLookup:
         """Why less was found than was asked for; empty: all was found."""
         if self.plan is not None:
             return (self.reason or "not_stored") if self.plan.is_short else ""
-        return self.reason if self.run < len(self.hashes) else ""
+        return self.reason if self.run_blocks < len(self.hashes) else ""
 
     @property
     def trace(self) -> str:

@@ -30,7 +30,7 @@ def blocks_here(table: SlotTable, own: Namespaces) -> Has:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Available:
     """What is known of blocks at one moment, for one engine."""
 
     here: Has
@@ -46,14 +46,14 @@ class Presence:
     def __init__(self, table: SlotTable, below: LowerTiers, waiting: Waiting) -> None:
         self._table, self._below, self._waiting = table, below, waiting
 
-    def of(self, own: Namespaces, now_ms: int) -> Known:
+    def of(self, own: Namespaces, now_ms: int) -> Available:
         """Return what tells of blocks in some namespaces."""
         table, below, waiting = self._table, self._below, self._waiting
         here = blocks_here(table, own)
 
         def comes(name: SequenceHash) -> bool:
             if table.holds(name) or table.is_staging(name):
-                return name in waiting  # What is here is not its engine's.
+                return name in waiting  # A block that is here is of another namespace.
             return below.usable(name, now_ms, own)
 
         def may_come(names: Sequence[SequenceHash]) -> bytes:
@@ -68,4 +68,4 @@ class Presence:
             pairs = zip(here(names), names, strict=True)
             return bytes(not is_here and name not in waiting for is_here, name in pairs)
 
-        return Known(here, may_come, takes_slot)
+        return Available(here, may_come, takes_slot)

@@ -8,44 +8,44 @@ from kvbm_common.identity import SequenceHash
 
 from kvbm_host_tier.core.findable import Findable
 
-Place = tuple[int, int]
-"""A lookup, and the index in its run."""
+Waiter = tuple[int, int]
+"""The number of a lookup, and the index of the block in its run."""
 
 
 class Waiting:
-    """Block → the places that wait for it."""
+    """Block → the lookups that wait for it."""
 
     def __init__(self, findable: Findable) -> None:
-        self._places: dict[SequenceHash, list[Place]] = {}
+        self._waiters: dict[SequenceHash, list[Waiter]] = {}
         self._findable = findable
 
     def __contains__(self, name: SequenceHash) -> bool:
-        return name in self._places
+        return name in self._waiters
 
     @property
     def names(self) -> Collection[SequenceHash]:
         """Return the blocks that a lookup waits for."""
-        return self._places.keys()
+        return self._waiters.keys()
 
     def has_none_of(self, names: Iterable[SequenceHash]) -> bool:
         """Return whether no lookup waits for any of these blocks."""
-        return self._places.keys().isdisjoint(names)
+        return self._waiters.keys().isdisjoint(names)
 
-    def add(self, name: SequenceHash, place: Place) -> None:
+    def add(self, name: SequenceHash, waiter: Waiter) -> None:
         """Have a lookup wait for a block."""
-        assert min(place) >= 0, f"{place} waits for {name.hex()}"
-        places = self._places.get(name)
-        if places is None:
-            self._places[name] = [place]
+        assert min(waiter) >= 0, f"{waiter} waits for {name.hex()}"
+        waiters = self._waiters.get(name)
+        if waiters is None:
+            self._waiters[name] = [waiter]
             self._findable.add((name,))
         else:
-            places.append(place)
+            waiters.append(waiter)
 
-    def take(self, name: SequenceHash) -> list[Place]:
-        """Return the places that have waited for a block, which is here or does not come."""
-        places = self._places.pop(name, None)
-        if places is None:
+    def take(self, name: SequenceHash) -> list[Waiter]:
+        """Return who has waited for a block, which is here or does not come."""
+        waiters = self._waiters.pop(name, None)
+        if waiters is None:
             return []
-        assert places, f"nothing waits for {name.hex()}"
+        assert waiters, f"nothing waits for {name.hex()}"
         self._findable.remove((name,))
-        return places
+        return waiters

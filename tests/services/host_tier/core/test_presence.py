@@ -17,7 +17,7 @@ from kvbm_common.tier.kv_groups import GroupRun, has_each, needed_names, reach, 
 from kvbm_common.wire.local import Found
 from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.messages import AskFill, DiskEvent, Effect
-from kvbm_host_tier.core.presence import Known
+from kvbm_host_tier.core.presence import Available
 
 from tests.services.host_tier.helpers import Host, asked, name, of, on_disk
 
@@ -160,7 +160,7 @@ def test_no_larger_boundary_would_fit(
     def takes_slot(asked: Sequence[SequenceHash]) -> bytes:
         return bytes(one not in here for one in asked)
 
-    known = Known(has_each(here.__contains__), has_each(comes.__contains__), takes_slot)
+    known = Available(has_each(here.__contains__), has_each(comes.__contains__), takes_slot)
     plan = GroupPlan.of(groups, names)
     plan.choose(known)
     most = plan.reach
@@ -188,7 +188,7 @@ def test_a_plan_that_fits_nowhere_ends_where_blocks_are_here() -> None:
         tried.append(len(asked))
         return bytes(one in here for one in asked)
 
-    known = Known(has, lambda asked: b"\1" * len(asked), has_each(lambda one: one not in here))
+    known = Available(has, lambda asked: b"\1" * len(asked), has_each(lambda one: one not in here))
     plan = GroupPlan.of(groups, names)
     assert plan.choose(known) == [*names[:3], names[2_002]]
     plan.shorten(1, known)
