@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
 import zmq
+from kvbm_common.access.curve import ServerKeys
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.local import (
     Attached,
@@ -30,13 +31,23 @@ T = TypeVar("T")
 class Endpoint(Generic[Heard, Said]):
     """Binds an endpoint; hears and says one message at a time, with a deadline."""
 
-    def __init__(self, endpoint: str, hear: MsgpackCodec[Heard], say: MsgpackCodec[Said]) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        hear: MsgpackCodec[Heard],
+        say: MsgpackCodec[Said],
+        keys: ServerKeys | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self._decode, self._encode = hear, say
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+        if keys is not None:
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = keys.secret.encode()
+            self._socket.curve_publickey = keys.public.encode()
         self._socket.bind(endpoint)
         self.peer = b""
         """Who was heard last."""
@@ -78,9 +89,9 @@ class Endpoint(Generic[Heard, Said]):
         self._socket.send_multipart([self.peer, *frames])
 
 
-def host_tier(endpoint: str) -> Endpoint[ToHostTier, FromHostTier]:
-    """A host tier's end."""
-    return Endpoint(endpoint, to_host_tier, from_host_tier)
+def host_tier(endpoint: str, keys: ServerKeys | None = None) -> Endpoint[ToHostTier, FromHostTier]:
+    """A host tier's end; with keys it takes clients that know its public one."""
+    return Endpoint(endpoint, to_host_tier, from_host_tier, keys)
 
 
 def consolidator(endpoint: str) -> Endpoint[ToConsolidator, FromConsolidator]:

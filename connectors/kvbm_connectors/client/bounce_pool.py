@@ -21,7 +21,7 @@ from kvbm_common.memory.huge_pages import map_shared
 from kvbm_common.nixl.layout import CHUNK_BYTES
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError, TransferTimeout
 from kvbm_common.nixl.spans import Registration
-from kvbm_common.nixl.transfers import MoverBusy
+from kvbm_common.nixl.transfers import MoverBusy, TransferFailed
 
 BUFFERS = 4
 """Chunks that are read or copied at a time. With CHUNK_BYTES each: 64 MiB for each worker, taken
@@ -137,20 +137,28 @@ class BouncePool:
     def _register(self) -> None:
         """Register the memory of the buffers with the first read; retry a failure with the next
         one."""
-        self._memory = map_shared(-1, self._count * self.buffer_bytes)
+        try:
+            self._memory = map_shared(-1, self._count * self.buffer_bytes)
+        except OSError as error:
+            self._refuse_all(TransferFailed(f"no memory for {self._count} buffers: {error}"))
+            return
         address = self._memory.ctypes.data
         registering = self._mover.register_memory(address, self._memory.nbytes)
         registering.add_done_callback(lambda done: self._registered(address, done))
 
     def _registered(self, address: int, done: Future[Registration]) -> None:
         error = done.exception()
-        refused: list[_Waiting] = []
+        if error is not None:
+            self._refuse_all(error)
+            return
         with self._lock:
-            if error is None:
-                self._free = [address + i * self.buffer_bytes for i in range(self._count)]
-            else:
-                refused, self._waiting = list(self._waiting), deque()
-                self._is_registered = False
+            self._free = [address + i * self.buffer_bytes for i in range(self._count)]
+        self.serve()
+
+    def _refuse_all(self, error: BaseException) -> None:
+        """Fail whatever waits; the next read tries again to register."""
+        with self._lock:
+            refused, self._waiting = list(self._waiting), deque()
+            self._is_registered = False
         for waiting in refused:
             waiting.buffer.set_exception(error)
-        self.serve()

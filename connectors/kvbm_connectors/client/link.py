@@ -21,6 +21,7 @@ import msgspec
 import zmq
 from kvbm_common.access.curve import TCP, use_client_keys
 from kvbm_common.config.settings import Settings
+from kvbm_common.errors import KvbmError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.codec import SOCKET_BYTES_MAX, MsgpackCodec, WireError
@@ -118,7 +119,10 @@ class Link:
         self.home = self.endpoint
 
     def open(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
-        """Connect; ZMQ reconnects by itself, unless the other side has broken its protocol."""
+        """Connect; ZMQ reconnects by itself, unless the other side has broken its protocol.
+
+        Without keys that can be read the socket stays alone: a deaf link is opened again.
+        """
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
@@ -126,17 +130,28 @@ class Link:
         socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        try:
-            if self.endpoint.startswith(TCP):
-                use_client_keys(socket, self.endpoint, Settings.load().curve_client_file)
-            socket.connect(self.endpoint)
-        except zmq.ZMQError:
-            if not self.shards:
-                raise
-            self.counts["dropped.moved_nowhere"] += 1
-            self.endpoint, self.shards = self.home, 0
-            socket.connect(self.endpoint)
+        if self._has_keys(socket):
+            try:
+                socket.connect(self.endpoint)
+            except zmq.ZMQError:
+                if not self.shards:
+                    raise
+                self.counts["dropped.moved_nowhere"] += 1
+                self.endpoint, self.shards = self.home, 0
+                socket.connect(self.endpoint)
         self.opened(socket, now_ms)
+
+    def _has_keys(self, socket: zmq.Socket[bytes]) -> bool:
+        """Give a socket the keys that its endpoint needs; False: they cannot be read now."""
+        if not self.endpoint.startswith(TCP):
+            return True
+        try:
+            use_client_keys(socket, self.endpoint, Settings.load().curve_client_file)
+        except (KvbmError, zmq.ZMQError) as error:
+            self.counts["dropped.no_keys"] += 1
+            self.limiter.warning("no_keys", f"{self.name} cannot be reached now: {error}")
+            return False
+        return True
 
     def opened(self, socket: zmq.Socket[bytes], now_ms: int) -> None:
         """Use this socket from now on."""
@@ -234,6 +249,9 @@ class Link:
             self.socket.send(self.encode.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             self.counts["dropped.send_queue_full"] += 1
+        except UnicodeEncodeError as error:  # A name of a request has half of a character.
+            self.counts["dropped.no_text"] += 1
+            self.limiter.warning("no_text", f"a message to {self.name} is no text: {error}")
 
     def receive(self, now_ms: int) -> None:
         """Take everything that has arrived."""
@@ -342,10 +360,15 @@ class Link:
         self._down("failed", now_ms)
 
     def close(self, now_ms: int) -> None:
-        """Send what is queued."""
-        assert self.socket is not None
-        self.tick(now_ms)
-        self.socket.close()
+        """Send what is queued, and close the socket, if there is one, whatever happens."""
+        if self.socket is None:
+            return
+        try:
+            self.tick(now_ms)
+        except zmq.ZMQError:
+            self.counts["dropped.closed"] += len(self.outbox)
+        finally:
+            self.socket.close()
 
     def _down(self, reason: str, now_ms: int) -> None:
         if self.state in ATTACHED:

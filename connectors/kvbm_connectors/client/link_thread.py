@@ -119,11 +119,11 @@ class LinkThread:
         assert bell is not None, f"{self._thread.name} begins after its end"
         poller = select.poll()
         poller.register(bell, select.POLLIN)
-        for link in self._links:
-            link.open(self._context, _now_ms())
-            poller.register(link.descriptor(), select.POLLIN)
-        self._is_serving = True
         try:
+            for link in self._links:
+                link.open(self._context, _now_ms())
+                poller.register(link.descriptor(), select.POLLIN)
+            self._is_serving = True
             while not self._closing:
                 has_more = self._serve_once(poller)
                 for ready, _ in poller.poll(0 if has_more else self._pause_ms()):

@@ -207,6 +207,8 @@ class WorkerHalf:
             self._end(_failed(load, "arena_changed"))
         elif access is not Access.READY or attached is None:
             self._end(_failed(load, "no_arena"))
+        elif attached.welcome.epoch != load.epoch:  # Another life's arena has come meanwhile.
+            self._end(_failed(load, "arena_changed"))
         elif now_ms >= load.deadline_ms:
             self._end(_failed(load, "lease_ended"))
         else:

@@ -27,6 +27,7 @@ from kvbm_common.tier.kv_groups import (
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import Found
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 from msgspec.structs import replace
 
 from kvbm_connectors.core.answers import checksums_of, hit_of, is_sound, nothing, why_failed
@@ -134,9 +135,14 @@ class Lookups:
             self._counts["lookups_passed_through"] += 1
             return Hit(0, reason=refusal)
         hashes = tuple(hashes)  # A slice of all of it is the same object.
-        wanted, groups = self._without_avoided(hashes, groups, now_ms)
-        avoided = len(hashes) - len(wanted)
-        assert avoided >= 0, f"{request} asks for {len(wanted)} of {len(hashes)} blocks"
+        wanted: Sequence[SequenceHash] = hashes
+        if len(hashes) > MATCH_BLOCKS_MAX:
+            wanted, groups = _fewer(hashes, groups, _most_tokens(groups))
+            self._counts["blocks_not_asked_for"] += len(hashes) - len(wanted)
+        fitting = len(wanted)
+        wanted, groups = self._without_avoided(wanted, groups, now_ms)
+        avoided = fitting - len(wanted)
+        assert avoided >= 0, f"{request} asks for {len(wanted)} of {fitting} blocks"
         self._counts["avoided_blocks"] += avoided
         if not wanted:
             if hashes:
@@ -191,10 +197,7 @@ class Lookups:
         most = largest_boundary(groups)
         for group, found in zip(groups, names, strict=True):
             most = min(most, run_before(found, now_ms) * group.block_tokens)
-        most -= most % boundary_tokens(groups)
-        shorter = [replace(one, blocks=most // one.block_tokens) for one in groups]
-        kept = [found[: one.blocks] for one, found in zip(shorter, names, strict=True)]
-        return [name for found in kept for name in found], shorter
+        return _fewer(hashes, groups, most - most % boundary_tokens(groups))
 
     def _begin(self, request: str, lookup: OpenLookup, event: str) -> None:
         assert lookup.number not in self._request_of, f"lookup {lookup.number} was asked before"
@@ -364,6 +367,27 @@ class Lookups:
             assert (lookup.found is None) == is_asked, self.story(request)
             if not self._attachment.epoch:
                 assert lookup.state is LookupState.LOST, self.story(request)
+
+
+def _most_tokens(groups: Sequence[GroupRun]) -> int:
+    """Return the largest boundary for which a lookup can name all blocks of all groups."""
+    if not groups:
+        return MATCH_BLOCKS_MAX
+    step = boundary_tokens(groups)
+    return MATCH_BLOCKS_MAX // sum(step // one.block_tokens for one in groups) * step
+
+
+def _fewer(
+    hashes: Sequence[SequenceHash], groups: Sequence[GroupRun], most: int
+) -> tuple[Sequence[SequenceHash], Sequence[GroupRun]]:
+    """Return the blocks of the first `most` tokens of each group; without groups, `most` blocks."""
+    if not groups:
+        return hashes[:most], ()
+    names = split(groups, hashes)
+    counts = [min(one.blocks, most // one.block_tokens) for one in groups]
+    shorter = [replace(one, blocks=count) for one, count in zip(groups, counts, strict=True)]
+    kept = [found[:count] for found, count in zip(names, counts, strict=True)]
+    return [name for found in kept for name in found], shorter
 
 
 def _are_the_same(known: tuple[SequenceHash, ...], hashes: Sequence[SequenceHash]) -> bool:

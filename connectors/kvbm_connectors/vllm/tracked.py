@@ -35,7 +35,16 @@ def refusal_of_request(request: EngineRequest) -> str:
         return "prompt_embeds"
     if getattr(request, "resumable", False):
         return "streaming_input"
-    return ""
+    salt = request.cache_salt or ""
+    return "" if salt.isascii() or _is_text(salt) else "cache_salt"
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a string has bytes: JSON lets through one half of a surrogate pair."""
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 @dataclass(slots=True)

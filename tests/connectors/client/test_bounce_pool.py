@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from concurrent.futures import Future
 
@@ -104,6 +105,22 @@ def test_memory_that_is_refused_is_asked_for_again() -> None:
     with pytest.raises(TransferFailed):
         pool.borrow(by(SOON_S)).result(0)
     assert pool.borrow(by(SOON_S)).result(0)
+
+
+def test_memory_that_cannot_be_mapped_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's address space is full: who waits hears of it, and nothing is raised."""
+    pool = pool_of(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(bounce_pool, "map_shared", full)
+        refused = pool.borrow(by(SOON_S))
+        with pytest.raises(TransferFailed, match="no memory for 1 buffers"):
+            refused.result(0)
+    assert pool.borrow(by(SOON_S)).result(0)
+
+
+def full(_file: int, _bytes: int) -> None:
+    """In the place of map_shared."""
+    raise OSError(errno.ENOMEM, "cannot allocate memory")
 
 
 def test_so_many_wait_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

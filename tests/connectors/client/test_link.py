@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import zmq
+from kvbm_common.access.curve import ServerKeys, write_keys
+from kvbm_common.access.secret_files import write_secret
+from kvbm_common.runtime.processes import free_port
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, SOCKET_BYTES_MAX
 from kvbm_common.wire.local import (
     Alive,
@@ -378,6 +382,40 @@ def test_a_service_that_dies_and_comes_back_is_found_again(
     assert linked.downs.acquire(timeout=10)
     with host_tier(endpoint) as host:
         host.welcome(Hello, welcome(epoch=8), lambda: welcome(epoch=8) in linked.heard)
+
+
+def test_keys_that_come_late_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: keys are exchanged, or mounted, while engines run. A link without keys is opened again
+    until it has some; others of its thread go on, and `close` returns."""
+    monkeypatch.setattr(links, "BEAT_MS", 50)
+    server_file, client_file = write_keys(tmp_path)
+    kept = client_file.read_bytes()
+    client_file.unlink()
+    monkeypatch.setenv("KVBM_CURVE_CLIENT_FILE", str(client_file))
+    keys = msgspec.json.decode(server_file.read_bytes(), type=ServerKeys)
+    linked = Linked(f"tcp://127.0.0.1:{free_port()}")
+    linked.thread.start()
+    try:
+        with host_tier(linked.link.endpoint, keys) as host:
+            wait_for(lambda: linked.link.counts["dropped.no_keys"] >= 2)
+            assert [one for one in caplog.messages if "cannot be reached now" in one]
+            write_secret(client_file, kept.decode())
+            host.welcome(Hello, welcome(), lambda: linked.heard)
+    finally:
+        linked.thread.close()
+    assert "linked" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_half_a_character_is_dropped_and_counted(linked: Linked, endpoint: str) -> None:
+    """JSON lets a lone surrogate through; a request may be called so."""
+    with host_tier(endpoint) as host:
+        host.welcome(Hello, welcome(), lambda: linked.heard)
+        linked.thread.say(linked.link, Beat(engine="\ud800", incarnation=INCARNATION))
+        linked.thread.say(linked.link, LAST, ring=False)
+        assert host.hear(Beat)
+    wait_for(lambda: linked.link.counts["dropped.no_text"] == 1)
 
 
 def test_what_is_queued_is_said_before_the_end(endpoint: str) -> None:

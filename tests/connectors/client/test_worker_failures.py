@@ -22,6 +22,7 @@ from kvbm_common.nixl.mover_thread import (
 )
 from kvbm_common.wire.local import Found, Hello, Pulled
 from kvbm_connectors.client import arena_access, bounce_pool
+from kvbm_connectors.client.arena_access import Access, ArenaAccess
 from kvbm_connectors.client.arena_reader import Brought
 from kvbm_connectors.client.bounce_pool import BUFFERS
 
@@ -66,6 +67,38 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Held:
     reader = Held()
     monkeypatch.setattr(arena_access, "reader_of", lambda *_, **__: reader)
     return reader
+
+
+def test_an_arena_that_comes_after_the_look_is_not_read(
+    rank: Rank, host: Host, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: slots of one life are read in no other one's arena, verified or not. A host tier is
+    met again between the two looks of an engine's thread."""
+    look = ArenaAccess.access
+
+    def late(access: ArenaAccess, epoch: int) -> Access:
+        found = look(access, epoch)
+        if found is Access.READY:
+            access.welcomed(
+                welcome(
+                    EPOCH + 1, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT,
+                    arena_path=str(other.path), arena_address=THEIRS, agent=owner.metadata,
+                )
+            )  # fmt: skip
+            wait_for(lambda: epoch_of(access) == EPOCH + 1)
+        return found
+
+    with Arena.create(tmp_path, "other", SIZE) as other:
+        monkeypatch.setattr(ArenaAccess, "access", late)
+        rank.start_load(load([5, 0, 63]))
+        result = rank.result()
+    assert (result.intact, result.reason) == ((False,) * 3, "arena_changed")
+
+
+def epoch_of(access: ArenaAccess) -> int:
+    """The life whose arena is attached."""
+    attached = access.attached()
+    return 0 if attached is None else attached.welcome.epoch
 
 
 def test_a_lease_that_runs_out_under_the_copy_fails_the_load(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 from kvbm_common.identity import unpack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
-from kvbm_common.wire.local import Found
+from kvbm_common.wire.local import Found, Lookup, to_host_tier
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 from kvbm_connectors.core.messages import ConnectorMisuse, Hit, LoadResult, OfferRun
 
 from tests.connectors.helpers import BLOCK_BYTES, EPOCH, LIMITS, NAMESPACE, Engine, name, numbers
@@ -40,6 +41,22 @@ def found(engine: Engine, boundary: int, count: int) -> Hit:
     hit = ask(engine)
     assert hit is not None
     return hit
+
+
+def test_a_prompt_too_long_for_a_lookup_is_asked_for_as_far_as_it_goes() -> None:
+    """Goal: what a host tier is sent, it can read. 72,000 blocks of two groups, of one 90,000."""
+    engine = Engine()
+    groups = [GroupRun(4, 48_000), GroupRun(8, 24_000, 2)]
+    assert engine.look_up(*range(1, 72_001), groups=groups) is None
+    question = to_host_tier.decode(to_host_tier.encode(engine.lookups[-1]))
+    assert isinstance(question, Lookup)
+    asked = [43_690, 21_845]  # 174,760 tokens; one boundary more would be 65,538 blocks.
+    assert [one.blocks for one in question.groups] == asked
+    assert engine.asked() == [*range(1, 1 + asked[0]), *range(48_001, 48_001 + asked[1])]
+    engine = Engine()
+    assert engine.look_up(*range(1, 90_001)) is None
+    assert engine.asked() == list(range(1, MATCH_BLOCKS_MAX + 1))
+    assert engine.core.view.counts["blocks_not_asked_for"] == 90_000 - MATCH_BLOCKS_MAX
 
 
 def test_a_hit_is_taken_with_the_names_of_what_it_needs() -> None:

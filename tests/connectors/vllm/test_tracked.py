@@ -237,12 +237,15 @@ def test_a_lookup_that_asks_for_all_known_names_copies_none() -> None:
     ("request_", "refusal"),
     [
         (Request(), ""),
+        (Request(cache_salt="é"), ""),
+        (Request(cache_salt="\ud800"), "cache_salt"),
         (Request(prompt_embeds=[[0.5]]), "prompt_embeds"),
         (SimpleNamespace(prompt_embeds=None, resumable=True), "streaming_input"),
-        (SimpleNamespace(prompt_embeds=None, resumable=False), ""),
+        (SimpleNamespace(prompt_embeds=None, resumable=False, cache_salt=None), ""),
     ],
 )
-def test_blocks_of_a_prompt_without_tokens_have_no_names(request_: Request, refusal: str) -> None:
+def test_some_requests_have_blocks_without_names(request_: Request, refusal: str) -> None:
+    """A prompt without tokens; a salt with half of a character, which JSON lets through."""
     assert refusal_of_request(request_) == refusal
 
 

@@ -124,6 +124,7 @@ def test_a_fill_brings_the_checksums_of_the_parts() -> None:
         {"checksum": -1},
         {"checksum": 2**64, "parts": 1, "part_sums": b""},
         {"bytes": 2 * BLOCK_BYTES + 1},
+        {"bytes": 0},
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from kvbm_common.nixl.transfers import MoverUnavailable
+from kvbm_common.nixl.transfers import BadPeerMetadata, MoverUnavailable
 
 # Transfers handed to NIXL at a time: past 16 × 1 MiB no path here got faster, and a short queue
 # inside NIXL leaves the order to the caller.
@@ -77,6 +77,14 @@ def network_devices(backend: str) -> Iterator[None]:
             yield
         finally:
             del os.environ[NET_DEVICES]
+
+
+def agent_name(name: bytes) -> str:
+    """Return an agent's name. Raises BadPeerMetadata."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise BadPeerMetadata(f"a peer's name is no text: {error}") from error
 
 
 def defaults_of(backend: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.events import Natural, Positive, Token
-from kvbm_common.wire.local_fields import Generation, GroupNamespaces, Incarnation
+from kvbm_common.wire.local_fields import Generation, GroupNamespaces, Incarnation, LookupMs
 from kvbm_common.wire.session_hint import SessionHint
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
@@ -176,8 +176,8 @@ class Lookup(_Message, frozen=True, kw_only=True):
     """The 32-byte digest."""
     hashes: Annotated[bytes, Meta(max_length=HASH_BYTES * MATCH_BLOCKS_MAX)]
     """Packed, 16 bytes each, prefix first."""
-    lease_ms: Positive
-    deadline_ms: Positive
+    lease_ms: LookupMs
+    deadline_ms: LookupMs
     request: str = ""
     """The engine's own name of the request, for people: a miss is explained under it."""
     content: bytes = b""

@@ -14,3 +14,6 @@ Incarnation = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
 Generation = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?$(?!\n)")]
 """Empty until an engine's caches are reset for the first time."""
 GroupNamespaces = Annotated[list[Namespace], Meta(max_length=GROUPS_MAX - 1)]
+LOOKUP_MS_MAX = 3_600_000
+LookupMs = Annotated[int, Meta(ge=1, le=LOOKUP_MS_MAX)]
+"""Settings allow less. A lease outlives an engine that falls silent: it pins slots for so long."""

@@ -280,7 +280,11 @@ def _outcome(name: SequenceHash, place: int, filled: FilledSlot | None) -> Block
         return filled.reason or NO_REASON
     if filled.slot != place:  # What was read lies elsewhere, and this slot holds other bytes.
         return "wrong_slot"
-    if not is_divisible(filled.bytes, filled.parts) or not 0 <= filled.checksum <= CHECKSUM_MAX:
+    if (
+        not filled.bytes
+        or not is_divisible(filled.bytes, filled.parts)
+        or not 0 <= filled.checksum <= CHECKSUM_MAX
+    ):
         return "malformed"
     block = Block(
         name, hash_from_hex(filled.parent), bytes.fromhex(filled.namespace), filled.checksum,

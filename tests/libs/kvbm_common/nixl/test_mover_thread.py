@@ -166,6 +166,14 @@ class TestRead:
         with pytest.raises(BadPeerMetadata):
             mover.add_peer(cut).result(LIMIT_S)
 
+    def test_a_peer_whose_name_is_no_text_is_a_typed_error(
+        self, mover: MoverThread, owner: Owner
+    ) -> None:
+        assert b"owner" in owner.metadata
+        bad = owner.metadata.replace(b"owner", b"\xff" * len("owner"))
+        with pytest.raises(BadPeerMetadata):
+            mover.add_peer(bad).result(LIMIT_S)
+
     def test_an_unknown_peer_is_a_lost_peer(self, mover: MoverThread, memory: Memory) -> None:
         one = memory.blocks(range(1))
         with pytest.raises(PeerLost):

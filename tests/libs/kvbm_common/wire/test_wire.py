@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvbm_common.tier import kv_groups
 from kvbm_common.wire import admin, events, local, packed_events, routes, scores, verbs
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, MsgpackCodec, WireError
+from kvbm_common.wire.local_fields import LOOKUP_MS_MAX
 
 from tests.libs.wire_examples import EXAMPLES, GOLDEN, STORED, Example
 
@@ -254,6 +255,16 @@ def test_a_hello_out_of_bounds_is_refused_by_field(
     with pytest.raises(WireError, match=allowed) as caught:
         local.to_host_tier.decode(msgspec.msgpack.encode({"type": "hello", **HELLO, **change}))
     assert (caught.value.kind, caught.value.field) == ("malformed", field)
+
+
+@pytest.mark.parametrize("field", ["lease_ms", "deadline_ms"])
+def test_a_lookup_pins_slots_for_an_hour_at_most(field: str) -> None:
+    """Goal: no slot is pinned for the life of a tier, by an engine that fell silent."""
+    [example] = [one for one in EXAMPLES if isinstance(one.message, local.Lookup)][:1]
+    raw = raw_of(example) | {field: LOOKUP_MS_MAX}
+    example.codec.decode(encode_raw(example, raw))
+    with pytest.raises(WireError, match=field):
+        example.codec.decode(encode_raw(example, raw | {field: LOOKUP_MS_MAX + 1}))
 
 
 def test_a_name_with_a_line_break_is_refused() -> None:

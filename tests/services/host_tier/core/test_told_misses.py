@@ -45,6 +45,13 @@ def reasons(host: Host, request: str) -> list[tuple[str, int]]:
     return [(one.reason, one.blocks) for one in explained.segments]
 
 
+def test_a_hit_that_would_need_no_block_misses_none() -> None:
+    """At a chunk's end a hit needs no block of its group: a client with nothing else asks so."""
+    host = Host()
+    assert told(host, missed("r", 1, 2, groups=[GroupRun(4, 2, 0, 8)])) == []
+    host.core.check()
+
+
 def test_misses_count_as_lookups_that_found_nothing() -> None:
     """Goal: hit rates and counters lose nothing. Method: a host tier that was asked, beside it."""
     asked, host = Host(), Host()
