@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +27,7 @@ pytestmark = [pytest.mark.slow, needs_chromium, pytest.mark.timeout(180)]
 
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "live-page.png"
 TIERS = {"cpu_cache_gb": 0.05, "disk_cache_gb": 0.5, "disable_disk_offload_filter": True}
-EVENTS_PER_S = 1_000
+EVENTS_PER_S, FLOOD_MS = 1_000, 8_000
 LONGEST_MS = 200
 """A fifth of a second is when an eye sees that a page hangs. Machines of CI have two cores, and the
 whole stack runs beside the browser; on an idle one the longest task takes some 20 ms."""
@@ -209,6 +211,18 @@ async def flood(bus: Bus, host: str) -> None:
         await asyncio.sleep(0.005)  # The pace.
 
 
+@asynccontextmanager
+async def flooded(bus: Bus, host: str) -> AsyncIterator[None]:
+    """A flood until the end of the block."""
+    flooding = asyncio.create_task(flood(bus, host))
+    try:
+        yield
+    finally:
+        flooding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await flooding
+
+
 async def test_a_thousand_events_a_second(stack: Running, browser: Browser) -> None:
     """The list follows a sample, counts the rest, stays short; no task keeps it from drawing."""
     bus = await Bus.connect(stack.stack.admin, "test")
@@ -216,15 +230,15 @@ async def test_a_thousand_events_a_second(stack: Running, browser: Browser) -> N
         async with tab(browser, url_of(stack)) as shown:
             await until_figures(shown)
             await shown.evaluate("window.longest = {task: 0, frame: 0}")
-            flooding = asyncio.create_task(flood(bus, stack.stack.settings.host))
-            # One interval may count less: a busy machine delivers in lumps.
-            await shown.until(
-                "document.querySelector('#events-note').textContent.includes('10/s of them shown')"
-                f" && {SHOWN_PER_S} > {EVENTS_PER_S / 2}"
-            )
-            await shown.until("document.querySelectorAll('#events li').length >= 20")
-            flooding.cancel()
-            longest = await shown.evaluate("window.longest")
+            await shown.evaluate("window.began = performance.now()")
+            async with flooded(bus, stack.stack.settings.host):
+                # One interval may count less: a busy machine delivers in lumps.
+                await shown.until(
+                    f"performance.now() > window.began + {FLOOD_MS} && {SHOWN_PER_S} > "
+                    f"{EVENTS_PER_S / 2} && document.querySelector('#events-note').textContent"
+                    ".includes('10/s of them shown')"
+                )
+                longest = await shown.evaluate("window.longest")
             assert await shown.evaluate("document.querySelectorAll('#events li').length") <= 60
             assert longest["task"] < LONGEST_MS, longest
             assert shown.complaints == []

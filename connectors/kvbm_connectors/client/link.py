@@ -109,6 +109,8 @@ class Link:
     """The life of the host tier that has welcomed us last."""
     heard_ms: int = 0
     opened_ms: int = 0
+    has_keys: bool = True
+    """False: its socket is connected to nothing, and will be opened again."""
     shards: int = 0
     """The version of the shard map by which we greet at `endpoint`; 0: it is our own."""
     home: str = ""
@@ -130,7 +132,8 @@ class Link:
         socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        if self._has_keys(socket):
+        self.has_keys = self._give_keys(socket)
+        if self.has_keys:
             try:
                 socket.connect(self.endpoint)
             except zmq.ZMQError:
@@ -141,7 +144,7 @@ class Link:
                 socket.connect(self.endpoint)
         self.opened(socket, now_ms)
 
-    def _has_keys(self, socket: zmq.Socket[bytes]) -> bool:
+    def _give_keys(self, socket: zmq.Socket[bytes]) -> bool:
         """Give a socket the keys that its endpoint needs; False: they cannot be read now."""
         if not self.endpoint.startswith(TCP):
             return True
@@ -186,6 +189,9 @@ class Link:
         """Greet, beat, notice silence, leave."""
         if self.state is LinkState.MOVING:
             return  # It is to be opened elsewhere first.
+        if not self.has_keys:
+            self._drain()
+            return
         beats = self.state in ATTACHED and now_ms >= self.next_beat_ms
         if beats and self.unanswered == SILENCE_BEATS and self._is_gone(now_ms):
             return
@@ -356,8 +362,11 @@ class Link:
         self._move("sent elsewhere")
 
     def fail(self, now_ms: int) -> None:
-        """Give this link up: it will not be served any more."""
-        self._down("failed", now_ms)
+        """Give this link up, whatever happens: it will not be served any more."""
+        try:
+            self._down("failed", now_ms)
+        except Exception:
+            log.exception("%s: cannot be given up", self.name)
 
     def close(self, now_ms: int) -> None:
         """Send what is queued, and close the socket, if there is one, whatever happens."""
@@ -365,8 +374,8 @@ class Link:
             return
         try:
             self.tick(now_ms)
-        except zmq.ZMQError:
-            self.counts["dropped.closed"] += len(self.outbox)
+        except Exception:  # Other links of the thread are to be closed, too.
+            log.exception("%s: what was queued is lost", self.name)
         finally:
             self.socket.close()
 

@@ -139,6 +139,7 @@ class Lookups:
         if len(hashes) > MATCH_BLOCKS_MAX:
             wanted, groups = _fewer(hashes, groups, _most_tokens(groups))
             self._counts["blocks_not_asked_for"] += len(hashes) - len(wanted)
+            self._tell(request, 0, "too_long", len(hashes) - len(wanted))
         fitting = len(wanted)
         wanted, groups = self._without_avoided(wanted, groups, now_ms)
         avoided = fitting - len(wanted)
@@ -146,7 +147,7 @@ class Lookups:
         self._counts["avoided_blocks"] += avoided
         if not wanted:
             if hashes:
-                self._tell(request, 0, "avoided", len(hashes))
+                self._tell(request, 0, "avoided", avoided)
             return Hit(0, reason="avoided" if hashes else "")
         number, lease_ms = self._outbox.new_id(), onboard_deadline_ms + self._limits.lease_ms
         if is_absent and self._lately.has_any(indispensable(groups, wanted)):

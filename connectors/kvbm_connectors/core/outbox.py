@@ -51,7 +51,7 @@ class _Miss:
         return MissedLookup(
             lookup=self.lookup,
             hashes=pack_hashes(self.wanted),
-            request=self.request[:REQUEST_CHARS_MAX],
+            request=_text_of(self.request),
             content=self.origin.content if self.request else b"",
             avoided=self.avoided,
             trace=self.origin.trace,
@@ -109,7 +109,7 @@ class Outbox:
             hashes=pack_hashes(wanted),
             lease_ms=lease_ms,
             deadline_ms=onboard_deadline_ms,
-            request=request[:REQUEST_CHARS_MAX],
+            request=_text_of(request),
             content=origin.content if request else b"",
             avoided=avoided,
             trace=origin.trace,
@@ -185,7 +185,7 @@ class Outbox:
         message = Outcome(
             engine=self._engine,
             incarnation=self._incarnation,
-            request=request[:REQUEST_CHARS_MAX],
+            request=_text_of(request),
             lookup=lookup,
             reason=reason,
             blocks=blocks,
@@ -259,3 +259,8 @@ class Outbox:
     def offer_ended(self, ended: OfferEnded) -> None:
         """Let the engine free what it offered."""
         self._effects.append(ended)
+
+
+def _text_of(request: str) -> str:
+    """Return a request's name for people. Half of a character, which JSON lets through, is "?"."""
+    return request[:REQUEST_CHARS_MAX].encode(errors="replace").decode()

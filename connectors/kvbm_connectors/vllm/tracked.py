@@ -35,16 +35,19 @@ def refusal_of_request(request: EngineRequest) -> str:
         return "prompt_embeds"
     if getattr(request, "resumable", False):
         return "streaming_input"
-    salt = request.cache_salt or ""
-    return "" if salt.isascii() or _is_text(salt) else "cache_salt"
+    adapter = "" if request.lora_request is None else str(request.lora_request.lora_name)
+    images = (str(feature.identifier) for feature in request.mm_features or ())
+    return "" if all(map(_is_text, (request.cache_salt or "", adapter, *images))) else "no_text"
 
 
 def _is_text(text: str) -> bool:
     """Return whether a string has bytes: JSON lets through one half of a surrogate pair."""
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
 
 
 @dataclass(slots=True)

@@ -385,7 +385,7 @@ def test_a_service_that_dies_and_comes_back_is_found_again(
 
 
 def test_keys_that_come_late_are_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Goal: keys are exchanged, or mounted, while engines run. A link without keys is opened again
     until it has some; others of its thread go on, and `close` returns."""
@@ -395,17 +395,38 @@ def test_keys_that_come_late_are_taken(
     client_file.unlink()
     monkeypatch.setenv("KVBM_CURVE_CLIENT_FILE", str(client_file))
     keys = msgspec.json.decode(server_file.read_bytes(), type=ServerKeys)
-    linked = Linked(f"tcp://127.0.0.1:{free_port()}")
-    linked.thread.start()
+    heard: list[Any] = []
+    link = make_link(f"tcp://127.0.0.1:{free_port()}", heard.append)
+    other = make_link(endpoint, heard.append)
+    thread = LinkThread([link, other], name="late keys")
+    thread.start()
     try:
-        with host_tier(linked.link.endpoint, keys) as host:
-            wait_for(lambda: linked.link.counts["dropped.no_keys"] >= 2)
+        with host_tier(endpoint) as host:
+            host.welcome(Hello, welcome(epoch=7), lambda: heard)
+        with host_tier(link.endpoint, keys) as host:
+            wait_for(lambda: link.counts["dropped.no_keys"] >= 2)
             assert [one for one in caplog.messages if "cannot be reached now" in one]
+            assert not link.counts["dropped.send_queue_full"]
             write_secret(client_file, kept.decode())
-            host.welcome(Hello, welcome(), lambda: linked.heard)
+            host.welcome(Hello, welcome(epoch=8), lambda: welcome(epoch=8) in heard)
     finally:
-        linked.thread.close()
-    assert "linked" not in {thread.name for thread in threading.enumerate()}
+        thread.close()
+    assert "late keys" not in {one.name for one in threading.enumerate()}
+
+
+def test_a_link_that_cannot_say_its_last_keeps_no_other_from_its_end(endpoint: str) -> None:
+    """A mistake of ours in the first link; `close` returns, and a second thread can begin."""
+
+    def broken() -> Hello:
+        raise ZeroDivisionError("a mistake of ours")
+
+    first, second = make_link(endpoint, print), make_link(endpoint, print)
+    first.hello = broken
+    thread = LinkThread([first, second], name="broken")
+    thread.start()
+    thread.close()
+    assert second.socket is not None
+    assert second.socket.closed
 
 
 def test_half_a_character_is_dropped_and_counted(linked: Linked, endpoint: str) -> None:

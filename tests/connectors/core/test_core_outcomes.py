@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvbm_common.wire.local import Lookup, Outcome
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 from kvbm_connectors.core.messages import LoadResult, Origin
 
 from tests.connectors.helpers import ANSWER_MS, LEASE_MS, Engine, answer, name, of
@@ -92,6 +93,23 @@ def test_a_load_that_failed_and_what_follows(corrupt: bool, reason: str, expecte
     assert outcomes(engine)[1:] == [("s", "avoided", 1, False)]
     ask(engine, "t", 2, 1, 3)
     assert last_lookup(engine).avoided == 2
+
+
+def test_a_long_prompt_tells_each_block_once() -> None:
+    """1. What a lookup has no room for. 2. Its first block has failed: the others are avoided."""
+    engine = explained()
+    loaded(engine, "r", intact=False)
+    over = 7
+    assert ask(engine, "s", *range(1, MATCH_BLOCKS_MAX + over + 1)) == "avoided"
+    assert outcomes(engine)[1:] == [
+        ("s", "too_long", over, False), ("s", "avoided", MATCH_BLOCKS_MAX, False),
+    ]  # fmt: skip
+
+
+def test_half_of_a_character_in_a_name_is_a_question_mark() -> None:
+    engine = explained()
+    ask(engine, "r\ud800", 1)
+    assert last_lookup(engine).request == "r?"
 
 
 def test_a_load_that_went_well_is_no_news() -> None:

@@ -238,10 +238,11 @@ def test_a_lookup_that_asks_for_all_known_names_copies_none() -> None:
     [
         (Request(), ""),
         (Request(cache_salt="é"), ""),
-        (Request(cache_salt="\ud800"), "cache_salt"),
+        (Request(cache_salt="\ud800"), "no_text"),
+        (Request(lora_request=SimpleNamespace(lora_name="\ud800")), "no_text"),
+        (Request(mm_features=[SimpleNamespace(identifier="\ud800")]), "no_text"),
         (Request(prompt_embeds=[[0.5]]), "prompt_embeds"),
         (SimpleNamespace(prompt_embeds=None, resumable=True), "streaming_input"),
-        (SimpleNamespace(prompt_embeds=None, resumable=False, cache_salt=None), ""),
     ],
 )
 def test_some_requests_have_blocks_without_names(request_: Request, refusal: str) -> None:

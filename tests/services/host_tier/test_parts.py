@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from kvbm_common.checksum import combined_checksum, pack_sums
+from kvbm_common.checksum import SUM_BYTES, combined_checksum, pack_sums
+from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.tier.parts import PARTS_MAX
 from kvbm_common.wire.admin import BlockReply, BlockRequest
-from kvbm_common.wire.local import Found, Welcome
+from kvbm_common.wire.local import Found, Welcome, from_host_tier
 from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
-from kvbm_common.wire.verbs import FillReply
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, FillReply
+from kvbm_host_tier.core import answers
 from kvbm_host_tier.core.messages import (
     AdminAsked,
     Answer,
@@ -89,6 +92,39 @@ def test_an_offload_keeps_the_checksum_of_each_part() -> None:
     assert found.part_sums == sums(1, 2)
     [slot] = host.lease(2).slots
     assert (slot.checksum, slot.parts) == (checksum(2), RANKS)
+
+
+@pytest.mark.parametrize("groups", [[], [GroupRun(4, 3), GroupRun(4, 3, 1)]], ids=["", "groups"])
+def test_an_answer_ends_where_a_message_does(
+    monkeypatch: pytest.MonkeyPatch, groups: list[GroupRun]
+) -> None:
+    """Goal: no answer costs an engine its connection. Two blocks of two parts fill a message; over
+    two groups, the hits of two blocks and of one boundary."""
+    entry_bytes = answers.ENTRY_BYTES + SUM_BYTES * RANKS
+    host = host_of_two(slots=8)
+    host.store(1, 2, 3)
+    host.store(11, 12, 13)
+    wanted = (1, 2, 3, 11, 12, 13) if groups else (1, 2, 3)
+    monkeypatch.setattr(answers, "ANSWER_BYTES_MAX", 3 * entry_bytes - 1)
+    found = host.found(host.look_up(*wanted, groups=groups, request="long"))
+    assert (len(found.slots), found.reason, found.boundary) == (2, "too_long", 4 if groups else 0)
+    assert len(found.part_sums) == 2 * SUM_BYTES * RANKS
+    host.release(found.lease)
+    host.core.check()
+    assert host.slots["active"] == 0
+
+
+@pytest.mark.parametrize("parts", [2, 32, 61, PARTS_MAX])
+def test_the_longest_answer_is_read(parts: int) -> None:
+    """Of an engine with so many parts: every number as large as it can be."""
+    most = answers.ANSWER_BYTES_MAX // (answers.ENTRY_BYTES + SUM_BYTES * parts)
+    count = min(most, MATCH_BLOCKS_MAX)
+    found = Found(
+        lookup=2**63 - 1, epoch=2**63 - 1, lease=2**63 - 1, slots=[2**40] * count,
+        checksums=[2**64 - 1] * count, block_bytes=2**40, disk_blocks=[count] * count,
+        part_sums=bytes(count * parts * SUM_BYTES),
+    )  # fmt: skip
+    assert from_host_tier.decode(from_host_tier.encode(found)) == found
 
 
 def test_one_rank_has_one_part_whose_checksum_is_the_blocks() -> None:

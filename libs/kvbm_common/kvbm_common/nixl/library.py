@@ -79,11 +79,15 @@ def network_devices(backend: str) -> Iterator[None]:
             del os.environ[NET_DEVICES]
 
 
-def agent_name(name: bytes) -> str:
-    """Return an agent's name. Raises BadPeerMetadata."""
+def add_agent(agent: Any, metadata: bytes) -> str:
+    """Have an agent know a peer, and return the peer's name. Raises BadPeerMetadata, and errors of
+    NIXL."""
+    name: bytes = agent.add_remote_agent(metadata)
     try:
         return name.decode()
     except UnicodeDecodeError as error:
+        with contextlib.suppress(*NIXL_ERRORS):
+            agent.remove_remote_agent(name)
         raise BadPeerMetadata(f"a peer's name is no text: {error}") from error
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from kvbm_common.nixl.doorbell import only_new_ring, rings
 from kvbm_common.nixl.library import (
     NIXL_ERRORS,
-    agent_name,
+    add_agent,
     api,
     bindings,
     defaults_of,
@@ -194,7 +194,7 @@ class Pump:
     def add_peer(self, metadata: bytes) -> str:
         name = ""
         try:
-            name = agent_name(self._agent.add_remote_agent(metadata))
+            name = add_agent(self._agent, metadata)
             # The first message opens the connection: it takes 10 to 180 ms off the first read.
             self._agent.send_notif(name, b"hello")
             self.expect_peer()

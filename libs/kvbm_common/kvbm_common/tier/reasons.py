@@ -29,6 +29,7 @@ MEANINGS: Mapping[str, str] = {
     "salt_differs": "its tokens are here under another cache salt or LoRA",
     "namespace_differs": "its tokens are here under another namespace (model, layout, precision)",
     "other_namespace": "is here under this name, but not in a namespace of the engine",
+    "too_long": "the answer has no room for so many blocks",
     "busy": "too many lookups were waiting for an answer",
     "draining": "the tier takes and brings nothing while it drains",
     "engine_lost": "the engine went away before the answer",
@@ -46,5 +47,6 @@ OUTCOMES: Mapping[str, str] = {
     "no_answer": "the connector had given up before the answer came",
     "malformed": "the connector did not believe the answer",
     "avoided": "the connector did not ask: a load of it has failed a short while ago",
+    "too_long": "the connector did not ask: a lookup has no room for so many blocks",
 }
 """What a connector tells after the answer, of blocks that it was promised or did not ask for."""

@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 
+from kvbm_common.checksum import SUM_BYTES
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.leases import LeaseTable
+from kvbm_common.tier.parts import PARTS_MAX
 from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.admin import PrefetchReply
+from kvbm_common.wire.codec import MESSAGE_BYTES_MAX
 from kvbm_common.wire.explain import REQUEST_CHARS_MAX
 from kvbm_common.wire.local import Found, Lookup
 
@@ -30,6 +33,10 @@ OPERATOR = EngineId("operator", "")
 """The owner of prefetches; no engine has an empty incarnation."""
 HINTED = -1
 """Instead of a request to reply to: an agent's hint has asked for a prefetch."""
+
+ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX
+ENTRY_BYTES = 32
+"""Of a block in an answer at most, beside the sums of its parts: slot, checksum, where from."""
 
 OTHER_NAMESPACE = "other_namespace"
 """Why a run ends before a block that its engine may not have."""
@@ -79,6 +86,7 @@ class Answers:
                 fall_back(lookup, lookup.plan, self._table)
             lookup.unpin_fallback(self._table)
             self._note_others(lookup, lookup.plan)
+        self._cut_to_fit(lookup)
         blocks, slots = lookup.blocks, lookup.slots_here()
         assert len(slots) == len(blocks) == lookup.run_blocks <= len(lookup.hashes), lookup.owner
         lease_id = 0
@@ -125,6 +133,20 @@ class Answers:
             reason = "corrupt" if left is not None and left.why == "corrupt" else "removed"
             lookup.cut(at, reason, self._table, "host")
         assert self._table.first_discarded(lookup.slots) is None, lookup.owner
+
+    def _cut_to_fit(self, lookup: OpenLookup) -> None:
+        """End a run where its answer would fill a message. Very long prompts of engines with many
+        parts have longer ones."""
+        if lookup.run_blocks * (ENTRY_BYTES + SUM_BYTES * PARTS_MAX) <= ANSWER_BYTES_MAX:
+            return
+        blocks_max = ANSWER_BYTES_MAX // (ENTRY_BYTES + SUM_BYTES * lookup.blocks[0].part_count)
+        if lookup.run_blocks <= blocks_max:
+            return
+        if lookup.plan is None:
+            lookup.cut(blocks_max, "too_long", self._table, "host")
+        else:
+            fall_back(lookup, lookup.plan, self._table, blocks_max)
+            lookup.reason, lookup.failed_at = "too_long", "host"
 
     def keep_own(self, lookup: OpenLookup) -> None:
         """End an engine's run before the first block of another namespace, among those here."""
@@ -228,13 +250,15 @@ class Answers:
         }
 
 
-def fall_back(lookup: OpenLookup, plan: GroupPlan, table: SlotTable) -> None:
+def fall_back(
+    lookup: OpenLookup, plan: GroupPlan, table: SlotTable, blocks_max: int | None = None
+) -> None:
     """Have a lookup over several groups reach as far as blocks of its engine are here, and pin
-    those."""
+    those: at most `blocks_max`."""
 
     came_from = {lookup.hashes[index]: tier for index, tier in lookup.came_from.items()}
     table.unpin(slot for slot in lookup.slots if slot is not None)
-    plan.fall_back(blocks_here(table, lookup.namespaces))
+    plan.fall_back(blocks_here(table, lookup.namespaces), blocks_max)
     lookup.hashes = plan.needed()
     slots = table.pin_prefix(lookup.hashes)
     lookup.slots, lookup.blocks = [*slots], table.blocks_in(slots)

@@ -104,11 +104,18 @@ class GroupPlan:
             wanted = list(map(add, wanted, taken))
         return wanted
 
-    def fall_back(self, here: Has) -> None:
-        """Reach as far as blocks go that are here; what was shared stays known."""
-        shorter = reach(self.groups, self.names, here, most=self.reach.tokens)
-        assert shorter.tokens <= self.reach.tokens, (shorter, self.reach)
-        self.reach = Reach(shorter.tokens, self.reach.shared)
+    def fall_back(self, here: Has, blocks_max: int | None = None) -> None:
+        """Reach as far as blocks go that are here, with a hit of at most `blocks_max`; what was
+        shared stays known."""
+        most, shared = self.reach.tokens, self.reach.shared
+        while True:
+            tokens = reach(self.groups, self.names, here, most=most).tokens
+            assert tokens <= most, f"{tokens} tokens are more than {most}"
+            self.reach = Reach(tokens, shared)
+            count = len(self.needed())
+            if blocks_max is None or count <= blocks_max:
+                return
+            most = tokens * blocks_max // count
 
     @property
     def is_short(self) -> bool:

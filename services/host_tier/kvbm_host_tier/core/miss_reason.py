@@ -25,7 +25,7 @@ NAMES_MAX = 4
 """Remembered hashes of one such block: tenants whose prompts begin with the same tokens."""
 OF_THE_RUN = (
     "no_room", "deadline", "busy", "draining", "engine_lost", "recompute_cheaper", "corrupt",
-    "other_namespace", "removed",
+    "other_namespace", "removed", "too_long",
 )  # fmt: skip
 """Reasons why a run ends that are told as they are."""
 REASON_OF_FATE = {
