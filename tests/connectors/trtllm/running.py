@@ -37,7 +37,7 @@ class Engine(Executor):
         self.keeper: PromiseKeeper
         self.hasher: Hasher
         """Parts of the leader, as `engine_on` has seen them made."""
-        self.name = ""
+        self.name = self.incarnation = ""
         self._next_id = 2048  # TensorRT-LLM's do not begin at 0 either.
 
     def request(self, tokens: range | list[int], output: int = 1, **fields: Any) -> LlmRequest:
@@ -116,7 +116,8 @@ def engine_on(
             workers.append(module.KvbmConnectorWorker(args))
         engine = Engine(leader, workers, **options)
         [engine.half], [engine.side], [engine.keeper], [engine.hasher] = made
-        engine.name = connector.LIVES.of(leader_args).engine
+        life = connector.LIVES.of(leader_args)
+        engine.name, engine.incarnation = life.engine, life.incarnation
         try:
             if wait:
                 wait_attached(engine)
@@ -131,6 +132,8 @@ def wait_attached(engine: Engine) -> None:
     wait_for(lambda: half.attached and half.streams_attached, "the engine is not attached")
 
 
-def promises_left(stack: LiveStack) -> list[str]:
-    """Files of promises in the directory of shared memory."""
-    return [name for name in os.listdir(stack.settings.shm_dir) if name.startswith("kvbm-promises")]
+def promises_left(stack: LiveStack, *engines: Engine) -> list[str]:
+    """Files of promises of these engines: other tests have theirs in the same directory."""
+    lives = {engine.incarnation for engine in engines}
+    assert all(lives), lives
+    return [name for name in os.listdir(stack.settings.shm_dir) if name.split("-")[-1] in lives]
