@@ -110,7 +110,7 @@ class Link:
     heard_ms: int = 0
     opened_ms: int = 0
     has_keys: bool = True
-    """False: its socket is connected to nothing, and will be opened again."""
+    """False: its keys could not be read, and its socket is not connected."""
     shards: int = 0
     """The version of the shard map by which we greet at `endpoint`; 0: it is our own."""
     home: str = ""
@@ -123,7 +123,8 @@ class Link:
     def open(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
         """Connect; ZMQ reconnects by itself, unless the other side has broken its protocol.
 
-        Without keys that can be read the socket stays alone: a deaf link is opened again.
+        If its keys cannot be read, the socket stays unconnected. A link that hears nothing is
+        opened again.
         """
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -255,9 +256,11 @@ class Link:
             self.socket.send(self.encode.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             self.counts["dropped.send_queue_full"] += 1
-        except UnicodeEncodeError as error:  # A name of a request has half of a character.
+        except UnicodeEncodeError as error:  # A name has a lone surrogate.
             self.counts["dropped.no_text"] += 1
-            self.limiter.warning("no_text", f"a message to {self.name} is no text: {error}")
+            self.limiter.warning(
+                "no_text", f"a message to {self.name} has a name that is not valid text: {error}"
+            )
 
     def receive(self, now_ms: int) -> None:
         """Take everything that has arrived."""

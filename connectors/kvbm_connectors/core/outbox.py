@@ -262,5 +262,5 @@ class Outbox:
 
 
 def _text_of(request: str) -> str:
-    """Return a request's name for people. Half of a character, which JSON lets through, is "?"."""
+    """Return a request's name for people, with "?" for lone surrogates, which JSON lets through."""
     return request[:REQUEST_CHARS_MAX].encode(errors="replace").decode()

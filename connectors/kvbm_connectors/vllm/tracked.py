@@ -41,7 +41,7 @@ def refusal_of_request(request: EngineRequest) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a string has bytes: JSON lets through one half of a surrogate pair."""
+    """Return whether a string can be encoded: JSON lets lone surrogates through."""
     if not text.isascii():
         try:
             text.encode()

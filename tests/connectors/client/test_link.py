@@ -420,7 +420,7 @@ def test_a_link_that_cannot_say_its_last_keeps_no_other_from_its_end(endpoint: s
     def broken() -> Hello:
         raise ZeroDivisionError("a mistake of ours")
 
-    first, second = make_link(endpoint, print), make_link(endpoint, print)
+    first, second = (make_link(endpoint, lambda _: None) for _ in range(2))
     first.hello = broken
     thread = LinkThread([first, second], name="broken")
     thread.start()
@@ -429,8 +429,8 @@ def test_a_link_that_cannot_say_its_last_keeps_no_other_from_its_end(endpoint: s
     assert second.socket.closed
 
 
-def test_half_a_character_is_dropped_and_counted(linked: Linked, endpoint: str) -> None:
-    """JSON lets a lone surrogate through; a request may be called so."""
+def test_a_lone_surrogate_is_dropped_and_counted(linked: Linked, endpoint: str) -> None:
+    """JSON lets one through, so that a session may be called so."""
     with host_tier(endpoint) as host:
         host.welcome(Hello, welcome(), lambda: linked.heard)
         linked.thread.say(linked.link, Beat(engine="\ud800", incarnation=INCARNATION))

@@ -106,7 +106,7 @@ def test_a_long_prompt_tells_each_block_once() -> None:
     ]  # fmt: skip
 
 
-def test_half_of_a_character_in_a_name_is_a_question_mark() -> None:
+def test_a_lone_surrogate_in_a_name_is_a_question_mark() -> None:
     engine = explained()
     ask(engine, "r\ud800", 1)
     assert last_lookup(engine).request == "r?"

@@ -246,7 +246,7 @@ def test_a_lookup_that_asks_for_all_known_names_copies_none() -> None:
     ],
 )
 def test_some_requests_have_blocks_without_names(request_: Request, refusal: str) -> None:
-    """A prompt without tokens; a salt with half of a character, which JSON lets through."""
+    """A prompt without tokens; a salt or name with a lone surrogate, which JSON lets through."""
     assert refusal_of_request(request_) == refusal
 
 

@@ -88,7 +88,7 @@ def add_agent(agent: Any, metadata: bytes) -> str:
     except UnicodeDecodeError as error:
         with contextlib.suppress(*NIXL_ERRORS):
             agent.remove_remote_agent(name)
-        raise BadPeerMetadata(f"a peer's name is no text: {error}") from error
+        raise BadPeerMetadata(f"a peer's name is not valid UTF-8: {error}") from error
 
 
 def defaults_of(backend: str) -> dict[str, str]:

@@ -135,8 +135,8 @@ class Answers:
         assert self._table.first_discarded(lookup.slots) is None, lookup.owner
 
     def _cut_to_fit(self, lookup: OpenLookup) -> None:
-        """End a run where its answer would fill a message. Very long prompts of engines with many
-        parts have longer ones."""
+        """End a run where its answer fills a message. Only very long prompts reach that, of engines
+        whose blocks have many parts."""
         if lookup.run_blocks * (ENTRY_BYTES + SUM_BYTES * PARTS_MAX) <= ANSWER_BYTES_MAX:
             return
         blocks_max = ANSWER_BYTES_MAX // (ENTRY_BYTES + SUM_BYTES * lookup.blocks[0].part_count)
