@@ -176,7 +176,7 @@ class _Run:
         after_s = self._began_s + 0.3 * self._seconds
         settle_s = min(SETTLE_MAX_S, 0.2 * self._seconds)
         faults_end_s = self._began_s + 0.8 * self._seconds
-        findings = judge.compare(second, last)
+        findings = judge.compare(second, last, self._seconds / 10)
         for (quantity, whose), points in sorted(self._meter.series.items()):
             bound = judge.OF_ONE.get((whose, quantity), judge.BOUNDS.get(quantity))
             what = f"{whose}: {quantity}"
