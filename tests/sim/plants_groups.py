@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.kv_groups import (
     GroupRun,
     Has,
@@ -26,8 +24,7 @@ from kvbm_connectors.consolidator.core.events import EventDraft
 from kvbm_connectors.consolidator.core.held_blocks import BlockRun, HeldBlocks
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
-from kvbm_connectors.core.lookups import Lookups
-from kvbm_connectors.core.messages import Hit, LoadResult
+from kvbm_connectors.core.messages import LoadResult
 from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.lower_tiers import Namespaces
 from kvbm_host_tier.core.open_lookup import OpenLookup
@@ -174,19 +171,12 @@ def plan_with_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
 
 def avoid_in_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
     """The connector avoids failed blocks of the first group, and asks for others again."""
-    lookup, run_before = Lookups.lookup, FailedBlocks.run_before
-    looked: list[int] = []
 
-    def begin(lookups: Lookups, *args: Any, **options: Any) -> Hit | None:
-        looked.clear()
-        return lookup(lookups, *args, **options)
+    def planted(groups: Sequence[GroupRun], names: Names, has: Has) -> Reach:
+        others = frozenset(names[0]).isdisjoint
+        return reach(groups, names, has_each(lambda name: others([name]) or has([name]) == b"\1"))
 
-    def planted(failed: FailedBlocks, names: Sequence[SequenceHash], now_ms: int) -> int:
-        looked.append(len(names))
-        return run_before(failed, names, now_ms) if len(looked) == 1 else len(names)
-
-    patch.setattr(Lookups, "lookup", begin)
-    patch.setattr(FailedBlocks, "run_before", planted)
+    patch.setattr("kvbm_connectors.core.asked_blocks.reach", planted)
 
 
 WINDOW, _, STATE, CHUNK, TWO = GROUPINGS[:5]

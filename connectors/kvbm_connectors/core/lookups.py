@@ -17,20 +17,13 @@ from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.failed_blocks import FailedBlocks
-from kvbm_common.tier.kv_groups import (
-    GroupRun,
-    boundary_tokens,
-    indispensable,
-    largest_boundary,
-    split,
-)
+from kvbm_common.tier.kv_groups import GroupRun, indispensable
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import Found
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
-from msgspec.structs import replace
 
 from kvbm_connectors.core.answers import checksums_of, hit_of, is_sound, nothing, why_failed
+from kvbm_connectors.core.asked_blocks import as_many_as_fit, without_failed
 from kvbm_connectors.core.attachment import Attachment
 from kvbm_connectors.core.messages import (
     ConnectorLimits,
@@ -135,13 +128,12 @@ class Lookups:
             self._counts["lookups_passed_through"] += 1
             return Hit(0, reason=refusal)
         hashes = tuple(hashes)  # A slice of all of it is the same object.
-        wanted: Sequence[SequenceHash] = hashes
-        if len(hashes) > MATCH_BLOCKS_MAX:
-            wanted, groups = _fewer(hashes, groups, _most_tokens(groups))
-            self._counts["blocks_not_asked_for"] += len(hashes) - len(wanted)
-            self._tell(request, 0, "too_long", len(hashes) - len(wanted))
+        wanted, groups = as_many_as_fit(hashes, groups)
         fitting = len(wanted)
-        wanted, groups = self._without_avoided(wanted, groups, now_ms)
+        if fitting < len(hashes):
+            self._counts["blocks_not_asked_for"] += len(hashes) - fitting
+            self._tell(request, 0, "too_long", len(hashes) - fitting)
+        wanted, groups = without_failed(wanted, groups, self._avoided, now_ms)
         avoided = fitting - len(wanted)
         assert avoided >= 0, f"{request} asks for {len(wanted)} of {fitting} blocks"
         self._counts["avoided_blocks"] += avoided
@@ -187,19 +179,6 @@ class Lookups:
         )
         return None
 
-    def _without_avoided(
-        self, hashes: Sequence[SequenceHash], groups: Sequence[GroupRun], now_ms: int
-    ) -> tuple[Sequence[SequenceHash], Sequence[GroupRun]]:
-        """Return what comes before the first avoided block, in every group."""
-        run_before = self._avoided.run_before
-        if not groups:
-            return hashes[: run_before(hashes, now_ms)], ()
-        names = split(groups, hashes)
-        most = largest_boundary(groups)
-        for group, found in zip(groups, names, strict=True):
-            most = min(most, run_before(found, now_ms) * group.block_tokens)
-        return _fewer(hashes, groups, most - most % boundary_tokens(groups))
-
     def _begin(self, request: str, lookup: OpenLookup, event: str) -> None:
         assert lookup.number not in self._request_of, f"lookup {lookup.number} was asked before"
         assert len(lookup.asked) <= len(lookup.hashes), f"{request} asks for more than it has"
@@ -222,18 +201,36 @@ class Lookups:
         elif request is None or lookup is None:
             self._counts["answers_unwanted"] += 1
             self._give_back(found.lease)
-        elif is_sound(found, len(lookup.asked), lookup.groups):
+        elif not is_sound(found, len(lookup.asked), lookup.groups):
+            self._counts["answers_malformed"] += 1
+            self._decline(request, lookup, found, "malformed")
+        elif avoided := self._avoided_of(lookup, found):
+            self._counts["avoided_blocks"] += avoided
+            self._decline(request, lookup, found, "avoided")
+        else:
             lookup.found = found
             self._move(request, "found")
             if lookup.is_hoped_for and not found.slots:
                 self._counts["lookups_in_vain"] += 1
                 self._outbox.asked_in_vain()
-        else:
-            self._counts["answers_malformed"] += 1
-            self._tell(request, found.lookup, "malformed", len(found.slots))
-            self._give_back(found.lease)
-            lookup.found = nothing(found.lookup, found.epoch, "malformed")
-            self._move(request, "found")
+
+    def _avoided_of(self, lookup: OpenLookup, found: Found) -> int:
+        """Return how many blocks of a smaller hit than was asked for have failed lately.
+
+        A window or a chunk before a smaller boundary may hold a block that the largest hit does
+        not need.
+        """
+        if not lookup.groups or not len(self._avoided):
+            return 0
+        return sum(name in self._avoided for name in lookup.names_of(found))
+
+    def _decline(self, request: str, lookup: OpenLookup, found: Found, reason: str) -> None:
+        """Give back what was found, and take it for nothing."""
+        assert lookup.found is None, self.story(request)
+        self._tell(request, found.lookup, reason, len(found.slots))
+        self._give_back(found.lease)
+        lookup.found = nothing(found.lookup, found.epoch, reason)
+        self._move(request, "found")
 
     def _give_back(self, lease: int) -> None:
         """Give back an unwanted lease; but a second answer must not end the first one's lease."""
@@ -266,7 +263,7 @@ class Lookups:
             lease=found.lease,
             slots=tuple(found.slots[:count]),
             blocks=tuple(blocks),
-            hashes=lookup.names()[:count],
+            hashes=lookup.names_of(found)[:count],
             checksums=checksums_of(found)[:count],
             block_bytes=found.block_bytes,
             deadline_ms=lookup.lease_until_ms,
@@ -368,27 +365,6 @@ class Lookups:
             assert (lookup.found is None) == is_asked, self.story(request)
             if not self._attachment.epoch:
                 assert lookup.state is LookupState.LOST, self.story(request)
-
-
-def _most_tokens(groups: Sequence[GroupRun]) -> int:
-    """Return the largest boundary for which a lookup can name all blocks of all groups."""
-    if not groups:
-        return MATCH_BLOCKS_MAX
-    step = boundary_tokens(groups)
-    return MATCH_BLOCKS_MAX // sum(step // one.block_tokens for one in groups) * step
-
-
-def _fewer(
-    hashes: Sequence[SequenceHash], groups: Sequence[GroupRun], most: int
-) -> tuple[Sequence[SequenceHash], Sequence[GroupRun]]:
-    """Return the blocks of the first `most` tokens of each group; without groups, `most` blocks."""
-    if not groups:
-        return hashes[:most], ()
-    names = split(groups, hashes)
-    counts = [min(one.blocks, most // one.block_tokens) for one in groups]
-    shorter = [replace(one, blocks=count) for one, count in zip(groups, counts, strict=True)]
-    kept = [found[:count] for found, count in zip(names, counts, strict=True)]
-    return [name for found in kept for name in found], shorter
 
 
 def _are_the_same(known: tuple[SequenceHash, ...], hashes: Sequence[SequenceHash]) -> bool:

@@ -57,7 +57,7 @@ class OpenLookup:
     """The id by which the host tier knows it."""
     hashes: tuple[SequenceHash, ...]
     asked: tuple[SequenceHash, ...]
-    """Those of them that were asked for: they come before the first that is avoided."""
+    """Those of them that were asked for: the largest hit of them needs no avoided block."""
     answer_by_ms: int
     """When to stop waiting for the answer."""
     lease_until_ms: int
@@ -69,9 +69,8 @@ class OpenLookup:
     is_hoped_for: bool = False
     """The filter says that the first block may be there."""
 
-    def names(self) -> tuple[SequenceHash, ...]:
-        """Return the names of the blocks that were found, in the order of their slots."""
-        assert self.found is not None, f"lookup {self.number} has no answer"
+    def names_of(self, found: Found) -> tuple[SequenceHash, ...]:
+        """Return the names of the blocks of an answer, in the order of their slots."""
         if not self.groups:
-            return self.asked[: len(self.found.slots)]
-        return tuple(needed_names(self.groups, split(self.groups, self.asked), self.found.boundary))
+            return self.asked[: len(found.slots)]
+        return tuple(needed_names(self.groups, split(self.groups, self.asked), found.boundary))

@@ -151,6 +151,21 @@ def test_behind_a_failed_block_nothing_is_asked_for_in_any_group() -> None:
     assert engine.asked() == list(WANTED)
 
 
+def test_a_failed_block_of_a_window_hides_no_larger_hit() -> None:
+    """Goal: 12 has failed, and a hit of 12 tokens does not need it: it is asked for.
+
+    A smaller hit of 8 tokens does; where that is the answer, it counts as nothing, and is returned.
+    """
+    engine = Engine()
+    found(engine, 8, 3)
+    engine.load_ended(engine.take(70, 71, 72), corrupt=[2])
+    assert found(engine, 12, 4).boundary == 12
+    engine.load_ended(engine.take(70, 71, 72, 73))
+    assert found(engine, 8, 3) == Hit(0, reason="avoided")
+    assert engine.released == [50, 50, 50]
+    assert engine.core.view.counts["avoided_blocks"] == 1
+
+
 def test_the_blocks_of_a_group_are_offered_under_its_namespace() -> None:
     engine = Engine()
     run = OfferRun(name(0), (name(1),), (1,))

@@ -20,6 +20,9 @@ class FailedBlocks:
     def __len__(self) -> int:
         return len(self._until_ms)
 
+    def __contains__(self, name: SequenceHash) -> bool:
+        return name in self._until_ms
+
     def add(self, name: SequenceHash, until_ms: int) -> None:
         """Add a block that has failed, to be avoided; the oldest blocks make room."""
         assert until_ms >= 0, f"{name.hex()} is avoided until {until_ms} ms"

@@ -184,7 +184,7 @@ class Lookup(_Message, frozen=True, kw_only=True):
     """`identity.content_digest` of the first block's tokens, where these hashes begin a sequence:
     shows that a miss is one of salt or namespace alone."""
     avoided: Natural = 0
-    """Blocks behind these that are not asked for, because a load of the first has failed."""
+    """Blocks behind these that are not asked for: hits with them need one that failed to load."""
     trace: str = ""
     """A `traceparent` (W3C Trace Context) whose span is this onboard; empty: not traced."""
     sent_us: Natural = 0

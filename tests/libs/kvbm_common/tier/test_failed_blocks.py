@@ -26,3 +26,4 @@ def test_a_block_that_is_there_again_is_not_avoided() -> None:
     avoided.discard(name(1))
     avoided.discard(name(2))
     assert not avoided.avoids(name(1), 0)
+    assert name(1) not in avoided

@@ -1,0 +1,59 @@
+"""Which blocks of a request a lookup asks for: those that fit into it, without failed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.failed_blocks import FailedBlocks
+from kvbm_common.tier.kv_groups import (
+    GroupRun,
+    boundary_tokens,
+    has_each,
+    largest_boundary,
+    reach,
+    split,
+)
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
+from msgspec.structs import replace
+
+AskedBlocks = tuple[Sequence[SequenceHash], Sequence[GroupRun]]
+"""The names, group after group, and how they are cut into KV groups, where there are several."""
+
+
+def as_many_as_fit(hashes: Sequence[SequenceHash], groups: Sequence[GroupRun]) -> AskedBlocks:
+    """Return the blocks up to the largest boundary for which a lookup can name all of them."""
+    if len(hashes) <= MATCH_BLOCKS_MAX:
+        return hashes, groups
+    if not groups:
+        return hashes[:MATCH_BLOCKS_MAX], ()
+    step = boundary_tokens(groups)
+    fitting = MATCH_BLOCKS_MAX // sum(step // one.block_tokens for one in groups) * step
+    kept = _up_to(fitting, hashes, groups)
+    assert len(kept[0]) <= MATCH_BLOCKS_MAX, f"{len(kept[0])} blocks of {groups}"
+    return kept
+
+
+def without_failed(
+    hashes: Sequence[SequenceHash],
+    groups: Sequence[GroupRun],
+    failed: FailedBlocks,
+    now_ms: int,
+) -> AskedBlocks:
+    """Return what the largest hit that needs no failed block asks for."""
+    assert now_ms >= 0, f"asked at {now_ms} ms"
+    if not groups:
+        return hashes[: failed.run_before(hashes, now_ms)], ()
+    if not len(failed):
+        return _up_to(largest_boundary(groups), hashes, groups)
+    has = has_each(lambda name: not failed.avoids(name, now_ms))
+    return _up_to(reach(groups, split(groups, hashes), has).tokens, hashes, groups)
+
+
+def _up_to(tokens: int, hashes: Sequence[SequenceHash], groups: Sequence[GroupRun]) -> AskedBlocks:
+    """Return the blocks of each group that come before so many tokens, and whole."""
+    assert tokens >= 0, f"{tokens} tokens of {groups}"
+    counts = [min(one.blocks, tokens // one.block_tokens) for one in groups]
+    shorter = [replace(one, blocks=count) for one, count in zip(groups, counts, strict=True)]
+    names = zip(split(groups, hashes), counts, strict=True)
+    return [name for found, count in names for name in found[:count]], shorter
