@@ -212,12 +212,18 @@ class ArenaAccess:
                     welcome, self._mover, peer, self._pool, wanted=self._wanted, gpu=self._gpu
                 )
         except (KvbmError, TimeoutError) as error:
-            self._limiter.warning("unreached", f"the arena cannot be reached: {error!r}")
+            if not self._is_closed:  # An engine that ends at once has closed the mover.
+                self._limiter.warning("unreached", f"the arena cannot be reached: {error!r}")
         except Exception as error:  # Loads must not wait for this thread without end.
             log.exception("the arena cannot be attached")
             self._limiter.warning("unreached", f"the arena cannot be reached: {error!r}")
         self._ended(welcome, reader)
         self._on_change()
+
+    @property
+    def _is_closed(self) -> bool:
+        with self._lock:
+            return self._state is ArenaState.CLOSED
 
     def _is_wanted(self, welcome: Welcome) -> bool:
         with self._lock:

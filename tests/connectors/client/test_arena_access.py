@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from kvbm_common.nixl.mover_thread import MoverThread
-from kvbm_common.nixl.transfers import TransferError
+from kvbm_common.nixl.transfers import MoverClosed, TransferError
 from kvbm_connectors.client.arena_access import Access, ArenaAccess
 
 from tests.connectors.endpoints import welcome
@@ -25,13 +25,33 @@ class Nobody:
         return answer
 
 
+class Silent:
+    """A mover that says nothing until it is closed."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[str]] = []
+
+    def add_peer(self, _agent: bytes) -> Future[str]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def close(self) -> None:
+        for one in self.asked:
+            one.set_exception(MoverClosed("the mover is closed"))
+
+
+def access_by(mover: object, tried: list[None]) -> ArenaAccess:
+    """An access to an arena; what has been tried is noted."""
+    return ArenaAccess(
+        cast("MoverThread", mover), wanted="nixl", name="test", block_bytes=64, counts=Counter(),
+        on_change=lambda: tried.append(None),
+    )  # fmt: skip
+
+
 @pytest.fixture
 def access() -> Iterator[ArenaAccess]:
     tried: list[None] = []
-    one = ArenaAccess(
-        cast("MoverThread", Nobody()), wanted="nixl", name="test", block_bytes=64, counts=Counter(),
-        on_change=lambda: tried.append(None),
-    )  # fmt: skip
+    one = access_by(Nobody(), tried)
     yield one
     wait_for(lambda: tried)
     one.close()
@@ -64,3 +84,22 @@ def test_a_host_tier_that_one_moves_to_may_be_older(access: ArenaAccess) -> None
     access.welcomed(there(1, 20))
     assert access.access(10) is Access.GONE
     assert access.access(20) is not Access.GONE
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_an_engine_that_ends_at_once_warns_of_nothing(
+    is_closed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: a mover that closes under an engine that goes on is a warning, as before."""
+    mover, tried = Silent(), list[None]()
+    access = access_by(mover, tried)
+    access.welcomed(there(0, 7))
+    wait_for(lambda: mover.asked)
+    if is_closed:
+        access.close()
+    mover.close()
+    wait_for(lambda: tried)
+    assert ("cannot be reached" in caplog.text) is not is_closed
+    if not is_closed:
+        access.close()
+    access.wait_closed()
