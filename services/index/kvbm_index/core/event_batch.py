@@ -16,7 +16,7 @@ from typing import cast
 
 import msgspec
 import numpy as np
-from kvbm_common.identity import packed_from_json
+from kvbm_common.identity import IdentityError, packed_from_json
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.wire.codec import UNREADABLE, WireError
 from kvbm_common.wire.events import Event
@@ -122,7 +122,10 @@ def stored_by(
     assert events, "nothing was stored"
     if isinstance(events[0], PackedStored):
         return packed_batch.stored_by(cast("Sequence[PackedStored]", events))
-    return _stored_by(cast("Sequence[DecodedStored]", events))
+    try:
+        return _stored_by(cast("Sequence[DecodedStored]", events))
+    except IdentityError:  # A namespace that is no hex: who reads one event says of which.
+        return None
 
 
 def _stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] | None:

@@ -250,6 +250,16 @@ def test_what_is_odd_is_read_one_by_one(odd: Stored) -> None:
     assert stored_by(stored(1, 0), odd, stored(3, 7)) is None
 
 
+def test_two_events_of_a_namespace_that_is_no_hex_are_refused() -> None:
+    """Goal: neighbours of one source are read together; a source that is wrong ends no index."""
+    bad = [msgspec.structs.replace(stored(seq, seq), namespace="x" * 64) for seq in (2, 3)]
+    core = IndexCore()
+    events = read(cleared(1), *bad)
+    asked = core.step(EventsReceived(tuple(events), 3, "s"), 7)
+    assert asked == [RequestSnapshot(KEY)]
+    assert core.statistics().drops["malformed"] == 1
+
+
 def test_runs_of_one_length_but_another_form_are_read_one_by_one() -> None:
     """1. Twice as it is written. 2. The second one's fields the other way round: as long."""
     texts = [event_codec.encode(stored(seq, seq - 1, seq)) for seq in (1, 3)]
