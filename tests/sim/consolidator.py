@@ -163,8 +163,8 @@ class Consolidator(Service):
                     self._engine(key).subscribed = False
             case con.RequestReplay():
                 self._replay(effect)
-            case con.AskEpoch(engine, incarnation):
-                self.later(self.world.delay(2), lambda: self._register(engine, incarnation))
+            case con.AskEpoch(ask, engine):
+                self.later(self.world.delay(2), lambda: self._register(engine, ask))
             case con.RevokeEpoch(engine):
                 registry, name = self.bus.registry, f"{self.host.name}/{engine}"
                 registry.leave(name, registry.epoch(name))
@@ -185,16 +185,16 @@ class Consolidator(Service):
         if engine.up and engine.incarnation == key.incarnation:
             engine.subscribed = True
 
-    def _register(self, engine: str, incarnation: str) -> None:
+    def _register(self, engine: str, ask: int) -> None:
         if not self.world.bus_up:
-            self.step(con.EpochFailed(engine, incarnation, "bus_unavailable"))
+            self.step(con.EpochFailed(engine, ask, "bus_unavailable"))
             return
         epoch = self.bus.registry.register(
             f"{self.host.name}/{engine}",
             self,
             lambda lost: self.step(con.EngineLeft(engine, lost, "superseded")),
         )
-        self.step(con.EpochGranted(engine, incarnation, epoch))
+        self.step(con.EpochGranted(engine, ask, epoch))
 
     def _replay(self, effect: con.RequestReplay) -> None:
         """Ask the engine's ROUTER: all that is still in its buffer, then the end."""

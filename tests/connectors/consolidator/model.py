@@ -295,13 +295,13 @@ class Harness:
             self.grant()
             self.answer(Device())
 
-    def grant(self, incarnation: str = INCARNATION) -> None:
+    def grant(self) -> None:
         """Grant the epoch that was asked for, if one was."""
         asked = [effect for effect in self.other if isinstance(effect, AskEpoch)]
         if asked:
             self.other.remove(asked[-1])
             self.epoch += 1
-            self.send(EpochGranted("sim-0", incarnation, self.epoch))
+            self.send(EpochGranted("sim-0", asked[-1].ask, self.epoch))
 
     def batch(self, seq: int, *events: EngineEvent, rank: int = 0, ts: float | None = None) -> None:
         """A live batch."""

@@ -162,14 +162,15 @@ class Consolidator:
         self.replays: list[RequestReplay] = []
         self.epoch = 0
         self.step(StreamAttached(attach(), b"peer"))
-        self._grant()
 
     def step(self, event: Input) -> None:
         """One input; the effects that ask for something are remembered."""
         effects = self.core.step(event, self.now_ms)
         self.replays += [effect for effect in effects if isinstance(effect, RequestReplay)]
-        if any(isinstance(effect, AskEpoch) for effect in effects):
-            self._grant()
+        for effect in effects:
+            if isinstance(effect, AskEpoch):
+                self.epoch += 1
+                self.step(EpochGranted("sim-0", effect.ask, self.epoch))
 
     def take(self, messages: list[list[bytes]]) -> None:
         """A burst of messages on the PUB, then time passes, and a replay ends somehow."""
@@ -186,10 +187,6 @@ class Consolidator:
                 self.step(ReplayFailed(asked.key, asked.replay, "silent"))
             else:
                 self.step(ReplayDone(asked.key, asked.replay))
-
-    def _grant(self) -> None:
-        self.epoch += 1
-        self.step(EpochGranted("sim-0", INCARNATION, self.epoch))
 
     def _drop(self, kind: str, _text: str) -> None:
         self.drops[kind] += 1
@@ -242,7 +239,6 @@ def test_after_the_storm_the_next_life_is_right() -> None:
         consolidator.take([fuzzer.message() for _ in range(BURST)])
     life, device = "00000000000000bb", Device()
     consolidator.step(StreamAttached(attach(incarnation=life), b"peer"))
-    consolidator.step(EpochGranted("sim-0", life, 1_000))
     asked = consolidator.replays.pop()
     consolidator.step(ReplayDone(asked.key, asked.replay))
     for event in (device.store((1, 2, 3, 4), 0), device.evict(0), device.store((5, 6), 0)):

@@ -69,6 +69,8 @@ class Engine:
     """0 until the registry has granted one."""
     seq: int = 0
     state: EngineState = field(default_factory=partial(ENGINE.next, None, "joined"))
+    ask: int = 0
+    """The number of the last AskEpoch."""
     ask_at_ms: int = 0
     told: Facts | None = None
     """What the registry was told last."""
@@ -93,14 +95,16 @@ class Engine:
         """Tell whether it is time to ask the registry for an epoch."""
         return self.state is EngineState.UNREGISTERED and now_ms >= self.ask_at_ms
 
-    def awaits(self, incarnation: str) -> bool:
-        """Tell whether an epoch is asked for, for this life."""
-        return self.state is EngineState.ASKING and self.incarnation == incarnation
+    def awaits(self, ask: int) -> bool:
+        """Tell whether the answer to this AskEpoch is waited for."""
+        return self.state is EngineState.ASKING and self.ask == ask
 
-    def asked(self) -> None:
-        """Note that an AskEpoch flies."""
+    def asked(self, ask: int) -> None:
+        """Note that the AskEpoch of this number flies."""
         assert not self.epoch, f"{self.name} has epoch {self.epoch} already"
+        assert ask > self.ask, f"{self.name}: question {ask} follows {self.ask}"
         self._move("asked")
+        self.ask = ask
 
     @property
     def facts(self) -> Facts:
@@ -124,8 +128,7 @@ class Engine:
     def failed(self, ask_at_ms: int) -> None:
         """Ask again, not before a time: the registry has not answered."""
         self.ask_at_ms = ask_at_ms
-        if self.state is EngineState.ASKING:  # Else an earlier question was answered.
-            self._move("failed")
+        self._move("failed")
 
     def restarted(self) -> None:
         """Give up the epoch: the publisher has begun again."""

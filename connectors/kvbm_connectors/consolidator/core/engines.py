@@ -65,6 +65,7 @@ class EnginesCore:
         self._host = host
         self._limits = limits or ConsolidatorLimits()
         self._engines: dict[str, Engine] = {}
+        self._asks = 0
         self._drops: Counter[str] = Counter()
         self._effects: list[EngineEffect] = []
         self._published = PublishedEvents()
@@ -133,8 +134,11 @@ class EnginesCore:
 
     def knows(self, engine: str, incarnation: str) -> bool:
         """Return whether this life of an engine is attached."""
-        found = self._engines.get(engine)
-        return found is not None and found.incarnation == incarnation
+        return engine in self._engines and self._engines[engine].incarnation == incarnation
+
+    def awaits(self, engine: str, ask: int) -> bool:
+        """Return whether the answer to an AskEpoch is waited for, and not to a later one."""
+        return engine in self._engines and self._engines[engine].awaits(ask)
 
     def positions(self) -> dict[str, tuple[int, int]]:
         """Return a mapping from each engine to the (epoch, seq) of its last event."""
@@ -211,12 +215,13 @@ class EnginesCore:
         if engine.epoch:
             self._effects.append(Describe(*engine.tell()))
         elif engine.should_ask(self._now_ms):
-            engine.asked()
-            self._effects.append(AskEpoch(*engine.tell()))
+            self._asks += 1
+            engine.asked(self._asks)
+            self._effects.append(AskEpoch(self._asks, *engine.tell()))
 
     def _on_epoch(self, event: EpochGranted) -> None:
         engine = self._engines.get(event.engine)
-        if engine is None or not engine.awaits(event.incarnation):
+        if engine is None or not engine.awaits(event.ask):
             self._drops["stale_epoch"] += 1
             if engine is None:
                 self._effects.append(RevokeEpoch(event.engine))
@@ -232,7 +237,7 @@ class EnginesCore:
 
     def _on_epoch_failed(self, event: EpochFailed) -> None:
         engine = self._engines.get(event.engine)
-        if engine is not None and engine.incarnation == event.incarnation:
+        if engine is not None and engine.awaits(event.ask):
             engine.failed(self._now_ms + self._limits.epoch_retry_ms)
 
     def _on_beat(self, event: BeatReceived) -> None:

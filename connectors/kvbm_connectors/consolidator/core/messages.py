@@ -66,7 +66,8 @@ class EpochGranted:
     """The registry has numbered an engine's life."""
 
     engine: str
-    incarnation: str
+    ask: int
+    """The number of the AskEpoch that this answers."""
     epoch: int
 
 
@@ -75,7 +76,7 @@ class EpochFailed:
     """The registry could not be reached; the core asks again."""
 
     engine: str
-    incarnation: str
+    ask: int
     reason: str
 
 
@@ -241,6 +242,8 @@ GroupNamespace = tuple[int, str]
 class AskEpoch:
     """Register an engine's life. Ends in EpochGranted or EpochFailed."""
 
+    ask: int
+    """Counts up: a life may end while its question flies, and its engine come again at once."""
     engine: str
     incarnation: str
     ranks: tuple[int, ...]

@@ -31,13 +31,13 @@ class Registrar:
         host: str,
         *,
         tasks: asyncio.TaskGroup,
-        knows: Callable[[str, str], bool],
+        awaits: Callable[[str, int], bool],
         lost: Callable[[EngineLeft], None],
     ) -> None:
         self._registry = registry
         self._host = host
         self._tasks = tasks
-        self._knows = knows
+        self._awaits = awaits
         self._lost = lost
         self._turn = asyncio.Lock()
         self._entries: dict[str, tuple[ServiceRegistration, asyncio.Task[None]]] = {}
@@ -47,17 +47,17 @@ class Registrar:
         """Begin a life of an engine, unless it is over by now."""
         engine = effect.engine
         async with self._turn:
-            if not self._knows(engine, effect.incarnation):
+            if not self._awaits(engine, effect.ask):
                 return None
             await self._leave(engine)
             try:
                 entry = await self._registry.register(ENGINE, self._host, engine, _info(effect))
             except RegistryUnavailable as error:
                 self._log.warning("register", f"{engine}: {error}")
-                return EpochFailed(engine, effect.incarnation, str(error))
+                return EpochFailed(engine, effect.ask, str(error))
             watch = self._tasks.create_task(self._watch(engine, entry), name=f"entry {engine}")
             self._entries[engine] = (entry, watch)
-        return EpochGranted(engine, effect.incarnation, entry.epoch)
+        return EpochGranted(engine, effect.ask, entry.epoch)
 
     async def describe(self, effect: Describe) -> None:
         """Renew what the entry says."""

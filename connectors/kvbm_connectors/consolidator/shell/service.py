@@ -144,7 +144,7 @@ class ConsolidatorShell:
             context.registry,
             context.host,
             tasks=tasks,
-            knows=core.engines.knows,
+            awaits=core.engines.awaits,
             lost=self.loop.complete,
         )
         self._feed = TierFeed(context, tasks=tasks, take=self._take, complete=self.loop.complete)

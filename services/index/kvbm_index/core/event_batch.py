@@ -124,7 +124,7 @@ def stored_by(
         return packed_batch.stored_by(cast("Sequence[PackedStored]", events))
     try:
         return _stored_by(cast("Sequence[DecodedStored]", events))
-    except IdentityError:  # A namespace that is no hex: who reads one event says of which.
+    except IdentityError:  # A namespace that is no hex: read one by one, the bad event is known.
         return None
 
 

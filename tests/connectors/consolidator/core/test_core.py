@@ -25,7 +25,7 @@ def test_many_engines_that_are_lost_in_one_step_leave_in_order() -> None:
         attached = Attach(engine=engine, incarnation=incarnation, endpoint=endpoint,
                           replay_endpoint="", rank=0, namespace=NAMESPACE)  # fmt: skip
         core.step(StreamAttached(attached, b"peer"), 0)
-        core.step(EpochGranted(engine, incarnation, number + 1), 0)
+        core.step(EpochGranted(engine, number + 1, number + 1), 0)
         batch = EngineBatch(1.0, (stored((1, 2, 3, 4)),), 0)
         core.step(EngineBatchesReceived(StreamKey(engine, incarnation, 0), ((0, batch),), 0), 0)
     core.step(Tick(), 10_000_000)

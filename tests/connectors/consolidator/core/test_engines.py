@@ -48,9 +48,9 @@ def test_an_attach_subscribes_replays_and_asks_for_an_epoch() -> None:
     assert effects == [
         Subscribe(key(), "ipc://pub0", ""),
         RequestReplay(key(), "ipc://replay0", 0, 1),
-        AskEpoch("sim-0", INCARNATION, (0,), (digest,), ((0, digest),)),
+        AskEpoch(1, "sim-0", INCARNATION, (0,), (digest,), ((0, digest),)),
     ]
-    harness.send(EpochGranted("sim-0", INCARNATION, 7))
+    harness.send(EpochGranted("sim-0", 1, 7))
     assert harness.events == [
         Cleared(host="h", source="sim-0", tier="device", epoch=7, seq=1, ts_ms=0, reason="attached")
     ]
@@ -93,11 +93,31 @@ def test_a_refused_epoch_is_asked_for_again() -> None:
     harness = Harness()
     harness.attach(epoch=False)
     harness.other.clear()
-    harness.send(EpochFailed("sim-0", INCARNATION, "no registry"))
+    harness.send(EpochFailed("sim-0", 1, "no registry"))
     harness.tick(100)
     assert harness.other == []
     harness.tick(500)
     assert [type(effect) for effect in harness.other] == [AskEpoch]
+
+
+def test_an_epoch_for_a_life_that_was_left_is_not_the_next_one_s() -> None:
+    """Goal: the registry and the stream say one epoch, also of an engine that comes again at once.
+
+    1. An engine leaves and attaches again, in the same life, while its epoch is asked for.
+    2. The first answer comes, then its entry is revoked: it counts for nothing, granted or failed.
+    3. The answer to the second question is taken.
+    """
+    harness = Harness()
+    harness.send(StreamAttached(attach(), b"peer"))
+    harness.send(EngineDetached("sim-0", INCARNATION))
+    harness.send(StreamAttached(attach(), b"peer"))
+    harness.send(EpochGranted("sim-0", 1, 7))
+    harness.send(EpochFailed("sim-0", 1, "no registry"))
+    assert harness.core.positions() == {"sim-0": (0, 0)}
+    assert harness.core.statistics().drops["stale_epoch"] == 1
+    assert [harness.core.awaits("sim-0", ask) for ask in (1, 2)] == [False, True]
+    harness.send(EpochGranted("sim-0", 2, 8))
+    assert harness.core.positions()["sim-0"][0] == 8
 
 
 def test_a_beat_is_answered_to_who_has_attached(harness: Harness) -> None:
@@ -140,7 +160,7 @@ def test_another_incarnation_replaces_the_engine(harness: Harness) -> None:
     harness.other.clear()
     harness.send(StreamAttached(attach(incarnation=OTHER_INCARNATION), b"peer"))
     assert [type(effect) for effect in harness.other[:3]] == [Unsubscribe, RevokeEpoch, Subscribe]
-    harness.grant(OTHER_INCARNATION)
+    harness.grant()
     assert kinds(harness) == ["cleared", "stored", "cleared", "cleared"]
     harness.batch(1, stored((9, 9)))
     assert harness.core.statistics().drops["stale_batch"] == 1

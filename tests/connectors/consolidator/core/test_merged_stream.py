@@ -751,6 +751,6 @@ def test_the_stream_is_the_union_of_the_tiers(
 def test_a_stale_epoch_leaves_no_engine_behind(harness: Harness) -> None:
     """An epoch for an engine that is gone: nothing is said, nothing is kept."""
     since = len(harness.consolidated.events)
-    harness.send(EpochGranted("sim-9", INCARNATION, 4))
+    harness.send(EpochGranted("sim-9", 9, 4))
     assert kinds(harness, since) == []
     assert harness.whole.consolidated.snapshot("sim-9") is None
