@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
+from kvbm_common.errors import RegistryUnavailable
 from kvbm_common.registry.nats_kv import Registry
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
 
@@ -50,6 +51,19 @@ class RegistryContract:
             epochs.append(registration.epoch)
             await registration.revoke()
         assert epochs == sorted(set(epochs))
+
+    async def test_an_epoch_from_the_future_is_refused(
+        self, make: MakeRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Goal: no life whose events are dropped as those of a future epoch, in silence.
+
+        Clocks may differ by a day; here by less than nothing.
+        """
+        registry = await make()
+        monkeypatch.setattr("kvbm_common.wire.epochs.AHEAD_MAX_S", -3_600)
+        with pytest.raises(RegistryUnavailable, match="ahead of this host's clock"):
+            await registry.register("host-tier", "h", "0")
+        assert await registry.list() == []
 
     async def test_registry_forgets_an_entry_that_has_left(self, make: MakeRegistry) -> None:
         """Goal: a process that enters engines for weeks keeps nothing of those that have left."""

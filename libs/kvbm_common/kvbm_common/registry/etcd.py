@@ -36,7 +36,12 @@ from kvbm_common.registry.etcd_client import (
     Watch,
 )
 from kvbm_common.registry.presence import Presence
-from kvbm_common.registry.records import Info, RegistryEvent, ServiceRecord
+from kvbm_common.registry.records import (
+    Info,
+    RegistryEvent,
+    ServiceRecord,
+    require_believable,
+)
 from kvbm_common.registry.services import (
     LIST_DEADLINE_S,
     HeldEntry,
@@ -86,11 +91,13 @@ class EtcdRegistry(WatchedRegistry):
     ) -> EtcdRegistration:
         """Enter, and stay entered by heartbeats; raises RegistryUnavailable."""
         key = f"{kind}.{host}.{instance}"
+        epoch = await _begin_life(self._client, key)
+        require_believable(epoch, time.time())
         record = ServiceRecord(
             kind=kind,
             host=host,
             instance=instance,
-            epoch=await _begin_life(self._client, key),
+            epoch=epoch,
             pid=os.getpid(),
             started_ms=int(time.time() * 1000),
             ttl_s=self._ttl_s,

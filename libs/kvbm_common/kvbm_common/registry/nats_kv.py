@@ -47,6 +47,7 @@ from kvbm_common.registry.records import (
     Left,
     RegistryEvent,
     ServiceRecord,
+    require_believable,
 )
 from kvbm_common.registry.services import (
     LIST_DEADLINE_S,
@@ -123,11 +124,13 @@ class NatsRegistry(WatchedRegistry):
             life = await publish_acknowledged(
                 self._link, REGISTRY, f"{PREFIX}lives.{kind}.{host}.{instance}", b""
             )
+            epoch = int(bucket.created.timestamp() * 1e6) + life.seq
+            require_believable(epoch, time.time())
             record = ServiceRecord(
                 kind=kind,
                 host=host,
                 instance=instance,
-                epoch=int(bucket.created.timestamp() * 1e6) + life.seq,
+                epoch=epoch,
                 pid=os.getpid(),
                 started_ms=int(time.time() * 1000),
                 ttl_s=self._ttl_s,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvbm_common.errors import RegistryUnavailable
+from kvbm_common.wire.epochs import epoch_max
 from kvbm_common.wire.events import Natural, Token
 
 PARTITIONS_INFO = "partitions"
@@ -69,3 +71,13 @@ class Left:
 
 RegistryEvent = Joined | Changed | Left
 Info = dict[str, str | int | float | bool | None]
+
+
+def require_believable(epoch: int, now_s: float) -> None:
+    """Raise RegistryUnavailable for an epoch from the future: consumers would drop all events of
+    such a life, and believe what it said before."""
+    if epoch > epoch_max(now_s):
+        text = (
+            f"epoch {epoch} is more than a day ahead of this host's clock: either it is wrong, or"
+        )
+        raise RegistryUnavailable(f"{text} the store's was when the registry was made: delete that")
