@@ -20,6 +20,8 @@ from kvbm_connectors.consolidator.core.events import parents_first
 
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 """A source whose last event is all that is left of it is asked less and less often."""
+FORGET_MS = 600_000
+"""A source that has left is forgotten after this: no event of it is under way any more."""
 DROPPED = {
     Verdict.OLD_EPOCH: "tier_duplicate",
     Verdict.DUPLICATE: "tier_duplicate",
@@ -49,6 +51,9 @@ class _Source(Followed[Event]):
     tier: Tier
     blocks: dict[str, Blocks] = field(default_factory=dict)
     """By namespace."""
+    is_registered: bool = False
+    left_ms: int = 0
+    """When it was found to be gone."""
 
 
 class TierViews:
@@ -64,7 +69,10 @@ class TierViews:
         """Note that the registry names a source; if this life of it is unknown, ask it for a
         snapshot."""
         source = self._source_of(name, tier)
+        source.is_registered = True
         if not source.begin(epoch):
+            if source.state is FollowState.GONE and epoch == source.epoch:
+                source.fall_behind(now_ms)
             return []
         assert source.epoch == epoch, f"{name} begins {epoch}, is in {source.epoch}"
         source.fall_behind(now_ms)
@@ -106,10 +114,16 @@ class TierViews:
         return self._become(source, wanted) + self._apply_ready(source, now_ms)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
-        """Note that a source did not answer: it is asked again later."""
+        """Note that a source did not answer: it is asked again later, or is gone if the registry
+        does not name it either."""
         source = self._sources.get(name)
-        if source is not None and source.landed():
-            source.retry_later(now_ms)
+        if source is None or not source.landed():
+            return
+        source.retry_later(now_ms)
+        if source.state is FollowState.BEHIND and not source.is_registered:
+            source.leave()
+            source.left_ms = now_ms
+            assert not any(source.blocks.values()), f"{name} has left, and holds blocks"
 
     def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
         """Note that a source's place in the registry is gone: it holds nothing, until it
@@ -118,6 +132,7 @@ class TierViews:
         if source is None or source.epoch > epoch:
             return []
         source.leave()
+        source.is_registered = False
         source.fall_behind(now_ms + LIMITS.retry_ms)
         assert source.state is FollowState.BEHIND, f"{name} has left, and is {source.state.name}"
         return self._become(source, {})
@@ -138,7 +153,10 @@ class TierViews:
 
     def ask(self, now_ms: int) -> list[str]:
         """Return the sources that are to be asked for a snapshot now, and note that they are
-        asked."""
+        asked. Those that left long ago are forgotten."""
+        for source in list(self._sources.values()):
+            if source.state is FollowState.GONE and now_ms - source.left_ms > FORGET_MS:
+                del self._sources[source.name]
         due = [name for name, source in self._sources.items() if source.should_ask(now_ms)]
         for name in due:
             self._sources[name].ask(now_ms)
@@ -183,6 +201,11 @@ class TierViews:
     def block_count(self) -> int:
         """Blocks held, each tier for itself."""
         return sum(len(b) for source in self._sources.values() for b in source.blocks.values())
+
+    @property
+    def source_count(self) -> int:
+        """Sources that are followed, or have left lately."""
+        return len(self._sources)
 
     @property
     def behind_count(self) -> int:

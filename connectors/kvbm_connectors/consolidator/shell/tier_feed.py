@@ -93,6 +93,8 @@ class TierFeed:
             return
         source = f"{record.kind}-{record.instance}"
         if isinstance(event, Left):
+            if source in self._followed:
+                self._followed.pop(source).cancel()
             self._complete(TierLeft(source, record.epoch))
             return
         if source not in self._followed:

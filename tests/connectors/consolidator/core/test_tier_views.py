@@ -10,7 +10,13 @@ from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.events import Event, Run
 from kvbm_common.wire.verbs import SnapshotReply
-from kvbm_connectors.consolidator.core.tier_views import LIMITS, Change, TierViews, pairs_of
+from kvbm_connectors.consolidator.core.tier_views import (
+    FORGET_MS,
+    LIMITS,
+    Change,
+    TierViews,
+    pairs_of,
+)
 
 DISK = "disk-tier-0"
 NAMESPACE = bytes(32)
@@ -168,6 +174,36 @@ def test_a_source_that_left_is_asked_whether_it_is_there() -> None:
     assert following.views.ask(600) == [DISK]
     following.change(following.views.snapshot(snapshot(disk, 1, 2), 600))
     assert following.held == {1, 2}
+
+
+def test_a_source_that_left_and_does_not_answer_is_gone() -> None:
+    """Goal: a tier that was taken away is not behind until the end of the consolidator.
+
+    1. It leaves, is asked once, and is gone. 2. A late event has it asked once more. 3. The same
+    life is back in the registry: it is asked, and answers. 4. It leaves again, and is forgotten.
+    """
+    disk, following = announcer(), Following()
+    views = following.views
+    following.change(views.joined(DISK, "disk", 1, 0))
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    for ask_at_ms, news in ((600, views.left), (1_000, None)):
+        if news is not None:
+            following.change(news(DISK, 1, 100))
+        else:
+            following.hear(stored(disk, 2), now_ms=1_000)
+        assert views.ask(ask_at_ms) == [DISK]
+        views.snapshot_failed(DISK, ask_at_ms)
+        assert (views.behind_count, views.is_current, views.ask(10_000)) == (0, True, [])
+    following.change(views.joined(DISK, "disk", 1, 20_000))
+    assert views.ask(20_000) == [DISK]
+    following.change(views.snapshot(snapshot(disk, 1, 2), 20_000))
+    assert following.held == {1, 2}
+    following.change(views.left(DISK, 1, 30_000))
+    assert views.ask(31_000) == [DISK]
+    views.snapshot_failed(DISK, 31_000)
+    assert views.source_count == 1
+    views.ask(32_000 + FORGET_MS)
+    assert views.source_count == 0
 
 
 def test_an_empty_run_has_no_block() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +14,15 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.registry.records import Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Cleared, Tier, event_codec, event_subject
-from kvbm_connectors.consolidator.core.messages import Input, TierSnapshot
+from kvbm_connectors.consolidator.core.messages import Input, TierJoined, TierLeft, TierSnapshot
 from kvbm_connectors.consolidator.shell.tier_feed import TierFeed
+
+from tests.waiting import wait_until
 
 
 async def nobody(_: Input) -> None:
@@ -65,3 +70,56 @@ async def test_the_snapshot_is_asked_from_who_speaks(
     finally:
         await registration.revoke()
         await registry.close()
+
+
+class Subscriptions:
+    """Counts the subscriptions that are open; they say nothing."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def are(self, expected: int) -> bool:
+        return self.open == expected
+
+    def event_subscription(self, **_: object) -> Subscriptions:
+        return self
+
+    async def __aenter__(self) -> Subscriptions:
+        self.open += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.open -= 1
+
+    def __aiter__(self) -> Subscriptions:
+        return self
+
+    async def __anext__(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_tier_that_left_is_followed_no_more() -> None:
+    """Goal: tiers that come and go for weeks leave no subscription. One that is back is heard."""
+    told: list[Input] = []
+    watched: list[Callable[[RegistryEvent], None]] = []
+    subscriptions = Subscriptions()
+
+    def watch(tell: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        watched.append(tell)
+        return watched.clear
+
+    registry = SimpleNamespace(watch=watch)
+    context: Any = SimpleNamespace(
+        host="h", counters=Metrics(), events=None, registry=registry, bus=subscriptions
+    )
+    record = ServiceRecord(
+        kind="host-tier", host="h", instance="0", epoch=1, pid=1, started_ms=1, ttl_s=5.0
+    )
+    async with asyncio.TaskGroup() as tasks:
+        feed = TierFeed(context, tasks=tasks, take=nobody, complete=told.append)
+        feed.start()
+        for event, is_followed in ((Joined(record), 1), (Left(record, "deleted"), 0)) * 2:
+            watched[0](event)
+            await wait_until(partial(subscriptions.are, is_followed))
+        feed.close()
+    assert [type(one) for one in told] == [TierJoined, TierLeft] * 2
