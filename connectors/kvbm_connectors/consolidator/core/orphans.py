@@ -8,6 +8,8 @@ waited too long is condemned: one replay is asked for, and who then is still an 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvbm_common.wire.engine_events import BlockStored, EngineHash
@@ -16,7 +18,7 @@ ParentKey = tuple[int, EngineHash | str]
 """A group and the parent's engine hash, or what an adapter is called (hash_extras.py)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Orphan:
     """One event that waits, and which of its blocks the engine has removed meanwhile."""
 
@@ -26,10 +28,14 @@ class Orphan:
     removed: list[EngineHash] = field(default_factory=list)
     condemned: bool = False
 
-    def holds(self, engine_hash: EngineHash) -> bool:
-        """Return whether this block is stored here and has not been removed since."""
-        stored = self.event.block_hashes.count(engine_hash)
-        return stored > self.removed.count(engine_hash)
+    def left(self) -> Iterator[EngineHash]:
+        """Yield its blocks without those that were removed."""
+        removed = Counter(self.removed)
+        for engine_hash in self.event.block_hashes:
+            if removed[engine_hash]:
+                removed[engine_hash] -= 1
+            else:
+                yield engine_hash
 
 
 class Orphans:
@@ -39,6 +45,8 @@ class Orphans:
         assert blocks_max >= 0, blocks_max
         self._blocks_max = blocks_max
         self._waiting: dict[ParentKey, list[Orphan]] = {}
+        self._holders: dict[tuple[int, EngineHash], list[Orphan]] = {}
+        """Group and block → the orphans that store it, one for each time."""
         self.block_count = 0
 
     def __bool__(self) -> bool:
@@ -53,6 +61,8 @@ class Orphans:
             return False
         orphan = Orphan(group, event, now_ms)
         self._waiting.setdefault((group, awaited), []).append(orphan)
+        for engine_hash in event.block_hashes:
+            self._holders.setdefault((group, engine_hash), []).append(orphan)
         self.block_count += len(event.block_hashes)
         assert self.block_count <= self._blocks_max, f"{self.block_count} blocks wait"
         return True
@@ -64,19 +74,31 @@ class Orphans:
         adopted: list[Orphan] = []
         for engine_hash in engine_hashes if self._waiting else ():
             adopted += self._waiting.pop((group, engine_hash), ())
+        for orphan in adopted:
+            self._forget(orphan)
         self.block_count -= sum(len(orphan.event.block_hashes) for orphan in adopted)
         assert self.block_count >= 0, f"{self.block_count} blocks wait after {len(adopted)} events"
         return adopted
 
     def remove(self, group: int, engine_hash: EngineHash) -> bool:
         """Note that the engine has removed a block that waits. False: it does not wait here."""
-        for orphans in self._waiting.values():
-            for orphan in orphans:
-                if orphan.group == group and orphan.holds(engine_hash):
-                    orphan.removed.append(engine_hash)
-                    assert len(orphan.removed) <= len(orphan.event.block_hashes), orphan
-                    return True
-        return False
+        holders = self._holders.get((group, engine_hash))
+        if holders is None:
+            return False
+        orphan = holders.pop()
+        if not holders:
+            del self._holders[group, engine_hash]
+        orphan.removed.append(engine_hash)
+        assert len(orphan.removed) <= len(orphan.event.block_hashes), orphan
+        return True
+
+    def _forget(self, orphan: Orphan) -> None:
+        """Take an orphan's blocks out of the table: it waits no more."""
+        for engine_hash in orphan.left():
+            key = orphan.group, engine_hash
+            self._holders[key].remove(orphan)
+            if not self._holders[key]:
+                del self._holders[key]
 
     def condemn(self, before_ms: int) -> bool:
         """Mark the events that wait since then; returns whether one was marked just now."""
@@ -92,9 +114,10 @@ class Orphans:
         before = self.block_count
         for key, orphans in list(self._waiting.items()):
             left = [orphan for orphan in orphans if not orphan.condemned]
-            self.block_count -= sum(
-                len(orphan.event.block_hashes) for orphan in orphans if orphan.condemned
-            )
+            for orphan in orphans:
+                if orphan.condemned:
+                    self._forget(orphan)
+                    self.block_count -= len(orphan.event.block_hashes)
             if left:
                 self._waiting[key] = left
             else:
@@ -106,6 +129,7 @@ class Orphans:
         """Forget all; returns how many blocks that were."""
         dropped, self.block_count = self.block_count, 0
         self._waiting.clear()
+        self._holders.clear()
         return dropped
 
     def check(self) -> None:
@@ -114,3 +138,5 @@ class Orphans:
         assert self.block_count == sum(len(o.event.block_hashes) for o in waiting)
         assert self.block_count <= self._blocks_max
         assert all(self._waiting.values()), "no empty entries"
+        held = Counter((one.group, name) for one in waiting for name in one.left())
+        assert held == {key: len(holders) for key, holders in self._holders.items()}
