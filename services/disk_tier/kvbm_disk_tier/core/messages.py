@@ -47,7 +47,8 @@ class HostEventsLost:
 
 @dataclass(frozen=True, slots=True)
 class HostSnapshot:
-    """The blocks that a host tier held before its events were followed."""
+    """Some of the blocks that a host tier held before its events were followed: see
+    `snapshot_pieces.py`."""
 
     instance: str
     reply: SnapshotReply

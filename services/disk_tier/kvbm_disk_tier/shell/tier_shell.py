@@ -84,6 +84,7 @@ from kvbm_disk_tier.core.messages import (
 )
 from kvbm_disk_tier.core.pending import UNANSWERED
 from kvbm_disk_tier.core.shards import writers_of
+from kvbm_disk_tier.core.snapshot_pieces import pieces_of
 from kvbm_disk_tier.shell.medium import Medium
 
 INBOX_MAX = 10_000
@@ -332,14 +333,14 @@ class TierShell:
             return ArenaFailed(instance)
         return ArenaKnown(reply)
 
-    async def _host_snapshot(self, instance: str) -> HostSnapshot | None:
+    async def _host_snapshot(self, instance: str) -> None:
         ask = functools.partial(self._ask_host, instance, "snapshot")
         try:
             request = SnapshotRequest(source=f"host-tier-{instance}")
-            return HostSnapshot(instance, await ask_snapshot(ask, request))
+            for piece in pieces_of(await ask_snapshot(ask, request)):
+                await self._loop.offer(HostSnapshot(instance, piece), deadline_s=HOST_DEADLINE_S)
         except KvbmError as error:
             log.warning("no snapshot of host tier %s: %s", instance, error)
-            return None
 
     async def _lease(self, effect: LeaseHost) -> Leased | LeaseFailed:
         try:
