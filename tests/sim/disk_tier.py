@@ -9,7 +9,6 @@ from kvbm_disk_tier.core import effects as wanted
 from kvbm_disk_tier.core import messages as disk
 from kvbm_disk_tier.core.core import DiskTierCore
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
-from kvbm_disk_tier.core.journal import Record
 from kvbm_disk_tier.core.limits import DiskTierLimits
 
 from tests.sim import invariants
@@ -46,6 +45,7 @@ class DiskTier(LowerTier):
                 writes_max=2,
                 reads_max=3,
                 announced_blocks_max=2,
+                rewritten_slots_max=2,
                 pending_max=self.world.plan.pending_max,
             ),
         )
@@ -87,13 +87,13 @@ class DiskTier(LowerTier):
         if effect.write is not None:
             self.step(disk.Journaled((effect.write,)))
 
-    def rewrite(self, records: tuple[Record, ...]) -> None:
-        def again() -> None:
-            self.store.journal.clear()
-            self.store.append(records, commit=True)
-            self.step(disk.JournalRewritten())
+    def rewrite(self, effect: wanted.RewriteJournal) -> None:
+        def written() -> None:
+            self.store.rewrite(effect)
+            self.world.marks["journal rewritten in parts"] += not effect.is_first
+            self.step(disk.JournalRewritten() if effect.is_last else disk.JournalPartWritten())
 
-        self._in_store(again)
+        self._in_store(written)
 
     def write(self, effect: wanted.WriteSlots, arena: Memory) -> None:
         duration_ms, file = self.world.transfer_ms("write"), self.store.file

@@ -21,7 +21,6 @@ from kvbm_common.wire.verbs import (
 from kvbm_disk_tier.core import effects as wanted
 from kvbm_disk_tier.core import messages as disk
 from kvbm_disk_tier.core.core import DiskTierCore
-from kvbm_disk_tier.core.journal import Record
 from kvbm_host_tier.core import messages as host_tier
 
 from tests.sim import invariants
@@ -85,8 +84,8 @@ class LowerTier(Service):
         """Make records last."""
 
     @abstractmethod
-    def rewrite(self, records: tuple[Record, ...]) -> None:
-        """Keep only these records."""
+    def rewrite(self, effect: wanted.RewriteJournal) -> None:
+        """Write a part of a shorter journal."""
 
     def stop(self) -> None:
         """End in order: reads and writes fly on while it says good-bye."""
@@ -144,8 +143,8 @@ class LowerTier(Service):
                     self.open_store(slot_bytes)
                 case wanted.ProbeStore():
                     self.later(self.world.delay(10), partial(self.step, disk.StoreProbed()))
-                case wanted.RewriteJournal(records):
-                    self.rewrite(records)
+                case wanted.RewriteJournal():
+                    self.rewrite(effect)
                 case wanted.AppendJournal():
                     self.append(effect)
                 case wanted.AskArena(instance):

@@ -17,7 +17,7 @@ from kvbm_common.tier.slots import Block
 from kvbm_disk_tier.core import effects as wanted
 from kvbm_disk_tier.core import messages as disk
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
-from kvbm_disk_tier.core.journal import Operation, Record, Replay
+from kvbm_disk_tier.core.journal import Operation, Replay
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.objects.core import messages as objects
 from kvbm_disk_tier.objects.core.bucket_health import BucketHealth
@@ -219,7 +219,7 @@ class ObjectTier(LowerTier):
         else:
             self.later(DELETE_MS, self._delete)
 
-    def rewrite(self, records: tuple[Record, ...]) -> None:
+    def rewrite(self, _effect: wanted.RewriteJournal) -> None:
         """There is no journal."""
 
     # --- listings ---------------------------------------------------------------------------

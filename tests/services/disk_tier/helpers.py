@@ -51,6 +51,7 @@ from kvbm_disk_tier.core.messages import (
     Input,
     Journaled,
     JournalFailed,
+    JournalPartWritten,
     JournalRewritten,
     Leased,
     LeaseFailed,
@@ -118,7 +119,8 @@ def arena(
 
 def opened(slots: int, blocks: dict[int, Block] | None = None, *, records: int = 0) -> StoreOpened:
     """A store, with what its journal says."""
-    return StoreOpened(layout(slots), Replay(blocks or {}, 1, records, 0))
+    blocks = blocks or {}
+    return StoreOpened(layout(slots), Replay(blocks, 1 + len(blocks), records, 0))
 
 
 def layout(slots: int) -> Layout:
@@ -146,6 +148,10 @@ class Disk:
         """What a reader of the events believes."""
         self.journal: list[Record] = []
         """What is durable."""
+        self._next_journal: list[Record] | None = None
+        """What a rewrite under way has written."""
+        self._former_journal: list[Record] | None = None
+        """What the last part of a rewrite has replaced, until that is said to have gone well."""
         self.host = Announcer(host="h", source="host-tier-0", tier="host", epoch=HOST_EPOCH)
         self._replies = 0
         self.took(self.core.start())
@@ -177,13 +183,25 @@ class Disk:
             match effect:
                 case Publish(event):
                     self._announced(event)
-                case RewriteJournal(records):
-                    self.journal = list(records)
+                case RewriteJournal():
+                    self._rewrite(effect)
                 case AppendJournal(None, records):
-                    self.journal += records
+                    self._append(records)
                 case _:
                     pass
         return [effect for effect in effects if not isinstance(effect, Publish)]
+
+    def _append(self, records: Sequence[Record]) -> None:
+        for journal in (self.journal, self._next_journal, self._former_journal):
+            if journal is not None:
+                journal += records
+
+    def _rewrite(self, part: RewriteJournal) -> None:
+        assert part.is_first == (self._next_journal is None), "a part of no rewrite"
+        self._next_journal = [*(self._next_journal or []), *part.records]
+        if part.is_last:
+            self._former_journal = self.journal
+            self.journal, self._next_journal = self._next_journal, None
 
     def _announced(self, event: Event) -> None:
         self.events.append(event)
@@ -255,14 +273,26 @@ class Disk:
     def journaled(self, append: AppendJournal) -> list[Effect]:
         """The records are durable."""
         assert append.write is not None
-        self.journal += append.records
+        self._append(append.records)
         return self.step(Journaled((append.write,)))
 
     def journal_failed(self, append: AppendJournal, *, torn: bool = False) -> list[Effect]:
         """They are not, as far as one knows; `torn`: yet they are."""
         assert append.write is not None
-        self.journal += append.records if torn else ()
+        self._append(append.records if torn else ())
         return self.step(JournalFailed(append.write, "journal"))
+
+    def rewritten(self, part: RewriteJournal) -> list[Effect]:
+        """A part is written; the last one, and the files have changed places."""
+        self._former_journal = None
+        return self.step(JournalRewritten() if part.is_last else JournalPartWritten())
+
+    def rewrite_failed(self) -> list[Effect]:
+        """A part is not written: the journal is the one before."""
+        if self._former_journal is not None:
+            self.journal, self._former_journal = self._former_journal, None
+        self._next_journal = None
+        return self.step(JournalRewritten("No space left on device"))
 
     def finish(self, effects: Sequence[Effect]) -> None:
         """Everything goes well from here on."""
@@ -279,8 +309,8 @@ class Disk:
                     todo += self.journaled(append)
                 case ReadSlots() as read:
                     todo += self.read(read)
-                case RewriteJournal():
-                    todo += self.step(JournalRewritten())
+                case RewriteJournal() as part:
+                    todo += self.rewritten(part)
                 case ProbeStore():
                     todo += self.probed()
                 case _:

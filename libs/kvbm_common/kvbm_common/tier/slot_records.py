@@ -93,6 +93,15 @@ class SlotRecords:
         assert slot >= 0, f"slot {slot} would be counted from the end"
         return self._pins[slot]
 
+    def found_in(self, slots: range) -> list[tuple[int, Block]]:
+        """Return the blocks of some slots that can be found, each with its slot; none is folded."""
+        found: list[tuple[int, Block]] = []
+        for slot, block in zip(slots, self._block[slots.start : slots.stop], strict=True):
+            assert block is not FOLDED, f"the block in slot {slot} is folded"
+            if block is not None and self._slot.get(block.hash) == slot:
+                found.append((slot, block))
+        return found
+
     # --- all blocks -------------------------------------------------------------------------
 
     def blocks(self) -> list[Block]:

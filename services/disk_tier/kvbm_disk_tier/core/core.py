@@ -42,6 +42,7 @@ from kvbm_disk_tier.core.messages import (
     Input,
     Journaled,
     JournalFailed,
+    JournalPartWritten,
     JournalRewritten,
     Leased,
     LeaseFailed,
@@ -212,6 +213,8 @@ class DiskTierCore:
                 | StoreUp()
             ):
                 self._take_of_store(event, now_ms)
+            case JournalPartWritten():
+                self.inventory.journal.part_written()
             case StoreProbed() | JournalRewritten() | Synchronised():
                 if isinstance(event, JournalRewritten):
                     self.inventory.journal.rewritten(event, now_ms)
@@ -346,9 +349,7 @@ class DiskTierCore:
             self.pending.forget("stopping" if self.inventory.stopped else "draining", now_ms)
         if flying or self.pending.waiting:
             self.writes.advance(now_ms, beside_reads=bool(reading))
-        # Folded blocks are more urgent than a long journal.
-        if self.inventory.journal.is_due(now_ms):
-            self._rewrite_journal()
+        self.inventory.journal.advance(self.inventory.table, self.writes.committing, now_ms)
         # Blocks that are not well placed here are for other instances to write.
         sound = not self.store.problem and self.health.writes
         accepting = sound and not self.inventory.stopped and not self.inventory.draining
@@ -367,12 +368,6 @@ class DiskTierCore:
         self.inventory.reformat(now_ms)
         self.arenas.refit()
         self._emit(OpenStore(max(sizes, default=0)))
-
-    def _rewrite_journal(self) -> None:
-        table = self.inventory.table
-        if not table.folded_count:
-            live = [(table.find(block.hash), block) for block in table.blocks()]
-            self.inventory.journal.rewrite([*live, *self.writes.committing()])
 
     def check(self) -> None:
         """Assert every invariant; O(slots)."""

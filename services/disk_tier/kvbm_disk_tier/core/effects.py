@@ -110,9 +110,15 @@ class ProbeStore:
 
 @dataclass(frozen=True, slots=True)
 class RewriteJournal:
-    """Replace the journal by these records: it has grown too long. Ends in JournalRewritten."""
+    """Write a part of a shorter journal, which takes the place of the long one with the last.
+
+    What is appended after the first part goes into both. Ends in JournalPartWritten, of the last
+    part and of any failure in JournalRewritten.
+    """
 
     records: tuple[Record, ...]
+    is_first: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)

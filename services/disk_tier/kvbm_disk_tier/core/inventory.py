@@ -9,7 +9,7 @@ no snapshot has it, and no event tells when it leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from kvbm_common.eviction import make_policy
@@ -22,149 +22,11 @@ from kvbm_common.tier.leases import LeaseTable
 from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.tier.tenants import Tenants, shares_of
-from kvbm_common.wire.bounds import Fill
 
-from kvbm_disk_tier.core.effects import AnnounceLater, AppendJournal, Publish, RewriteJournal
-from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay
+from kvbm_disk_tier.core.effects import AnnounceLater, Publish
+from kvbm_disk_tier.core.journal_writer import Entries, JournalWriter
 from kvbm_disk_tier.core.limits import Means
-from kvbm_disk_tier.core.messages import JournalRewritten, StoreOpened
-
-Entries = list[tuple[int, Block]]
-"""Slots and the blocks in them."""
-JOURNAL_RECORDS_MIN = 65_536
-"""8 MiB: a journal shorter than that is not worth a rewrite."""
-JOURNAL_SHARE = 16
-"""Of a small store the journal takes no more than one part of so many, if that is enough."""
-REWRITE_PAUSE_MS = 5_000
-"""Until a rewrite that has failed is tried again."""
-
-
-def journal_records_max(slot_count: int, slot_bytes: int, records_per_slot: int) -> int:
-    """Return how many records a journal may have before it is rewritten."""
-    assert slot_count > 0, "a store has slots"
-    worth = min(JOURNAL_RECORDS_MIN, slot_count * slot_bytes // JOURNAL_SHARE // RECORD_BYTES)
-    return max(worth, records_per_slot * slot_count)
-
-
-class JournalWriter:
-    """The records of one store, in order.
-
-    A bucket has no journal: its medium takes a record of a removed block as an order to delete the
-    object, and nothing is counted here.
-    """
-
-    def __init__(
-        self, *, has_file: bool, place: Callable[[int], int], diary: Diary, means: Means
-    ) -> None:
-        """Start without records; `place` returns where a slot of the store begins."""
-        assert means.limits.journal_records_per_slot >= 0, means.limits
-        self.record_count = 0
-        """Records in the file."""
-        self.longest = JOURNAL_RECORDS_MIN
-        """A file with more records is rewritten."""
-        self._rewrite_from_ms: int | None = 0
-        """When a rewrite may begin; None: one is under way."""
-        self._spared = self._shortest = 0
-        """Records that the last rewrite has left out, and those that it has written."""
-        self._is_wrong = False
-        """Blocks were removed, and the file does not say so."""
-        self._due_since_ms: int | None = None
-        self.due_ms = 0
-        """How long a rewrite is wanted and has not ended well, as of the last tick."""
-        self._has_file = has_file
-        self._place = place
-        self._diary = diary
-        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
-        self._order = 1
-
-    def opened(self, replay: Replay, layout: Layout) -> None:
-        """Go on behind the journal of the store that was opened."""
-        assert replay.next_order > 0
-        assert layout.slot_count > 0, "a store has slots"
-        self._order = replay.next_order
-        self.record_count = replay.records
-        per_slot = self._limits.journal_records_per_slot
-        self.longest = journal_records_max(layout.slot_count, layout.slot_bytes, per_slot)
-        self._set_longest(len(replay.blocks))
-        self._rewrite_from_ms, self._is_wrong = 0, False
-        self._spared = self._shortest = 0
-        self._counts["journal_damaged_records"] += replay.damaged
-
-    def committed(self, write_id: int, entries: Iterable[tuple[int, Block]]) -> None:
-        """Record that these slots hold these blocks; ends in Journaled or JournalFailed."""
-        records = self._records(Operation.COMMITTED, entries)
-        assert records, f"write {write_id} commits nothing"
-        self._append(write_id, records)
-
-    def removed(self, entries: Iterable[tuple[int | None, Block]]) -> None:
-        """Record that these slots hold these blocks no more.
-
-        Nothing waits for it: the checksum finds what a lost record leaves behind.
-        """
-        records = self._records(Operation.REMOVED, entries)
-        if records:
-            self._append(None, records)
-
-    def fill(self) -> Fill:
-        """Return how long the journal is; above its size it waits for a rewrite."""
-        return Fill(self.record_count, max(self.longest, self._shortest))
-
-    def not_removed(self) -> None:
-        """Note that records of removed blocks were lost: a rewrite leaves the blocks out."""
-        self._is_wrong = self._has_file
-
-    def is_due(self, now_ms: int) -> bool:
-        """Tell whether the journal is to be rewritten now."""
-        wanted = self._is_wrong or self.record_count > max(self.longest, self._shortest)
-        is_rewriting = self._rewrite_from_ms is None
-        if not wanted and not is_rewriting:
-            self._due_since_ms = None
-        elif self._due_since_ms is None:
-            self._due_since_ms = now_ms
-        self.due_ms = 0 if self._due_since_ms is None else now_ms - self._due_since_ms
-        may = self._rewrite_from_ms is not None and now_ms >= self._rewrite_from_ms
-        return wanted and may
-
-    def rewrite(self, live: Iterable[tuple[int | None, Block]]) -> None:
-        """Replace the journal by records of what is live."""
-        assert self._has_file, "there is no journal to rewrite"
-        assert self._rewrite_from_ms is not None, "a rewrite is under way"
-        records = self._records(Operation.COMMITTED, live)
-        self._rewrite_from_ms, self._is_wrong = None, False
-        self._spared = self.record_count - len(records)
-        self.record_count = self._shortest = len(records)
-        self._set_longest(len(records))
-        self._counts["bytes.journal"] += len(records) * RECORD_BYTES
-        self._emit(RewriteJournal(records))
-
-    def _set_longest(self, block_count: int) -> None:
-        """Let the journal grow to a multiple of so many blocks: small ones are more than slots."""
-        self.longest = max(self.longest, self._limits.journal_records_per_slot * block_count)
-
-    def rewritten(self, event: JournalRewritten, now_ms: int) -> None:
-        """Note how a rewrite has ended; after a failure the long file is still there."""
-        self._rewrite_from_ms = now_ms + REWRITE_PAUSE_MS if event.failure else 0
-        if event.failure:
-            self.record_count += self._spared
-            self._is_wrong = True
-
-    def _records(
-        self, operation: Operation, entries: Iterable[tuple[int | None, Block]]
-    ) -> tuple[Record, ...]:
-        records: list[Record] = []
-        for slot, block in entries:
-            assert slot is not None, self._diary.story(block.hash)
-            self._order += 1
-            # In a bucket the name says where a block is: an object may have no slot here.
-            place = self._place(slot) if self._has_file else slot
-            records.append(Record(operation, self._order, place, block))
-        return tuple(records)
-
-    def _append(self, write_id: int | None, records: tuple[Record, ...]) -> None:
-        self._emit(AppendJournal(write_id, records))
-        if self._has_file:
-            self.record_count += len(records)
-            self._counts["bytes.journal"] += len(records) * RECORD_BYTES
+from kvbm_disk_tier.core.messages import StoreOpened
 
 
 class Inventory:
@@ -232,6 +94,8 @@ class Inventory:
             return
         blocks = self.table.unfold(self._limits.announced_blocks_max)
         assert len(blocks) <= self._limits.announced_blocks_max
+        found = (self.table.find(block.hash) for block in blocks)
+        self.journal.restored(slot for slot in found if slot is not None)
         self._announce(blocks)
         if self.table.folded_count:
             self._emit(AnnounceLater())

@@ -68,6 +68,9 @@ class DiskTierLimits:
     lease_ms: int = 5_000
     journal_records_per_slot: int = 4
     """The journal is rewritten when it holds more than this per slot (and 65,536)."""
+    rewritten_slots_max: int = 2_048
+    """So many slots are looked at for one part of a rewrite: some 5 ms of the core, and as much of
+    the thread that writes."""
     tenant_shares: str = ""
     """What tenants weigh (KVBM_TENANT_SHARES)."""
     announced_blocks_max: int = EVENT_BLOCKS_MAX
@@ -78,6 +81,7 @@ class DiskTierLimits:
         assert min(self.writes_max, self.reads_max, self.commits_max) > 0, self
         assert min(self.batch_blocks_max, self.batch_transfers_max) > 0, self
         assert min(self.pending_max, self.lease_ms, self.announced_blocks_max) > 0, self
+        assert self.rewritten_slots_max > 0, self
 
 
 @dataclass(frozen=True, slots=True)

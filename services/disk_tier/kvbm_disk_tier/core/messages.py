@@ -137,6 +137,11 @@ class JournalFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class JournalPartWritten:
+    """A part of a rewrite is written, and is not the last one."""
+
+
+@dataclass(frozen=True, slots=True)
 class JournalRewritten:
     """The journal has been replaced by a shorter one, or, with a `failure`, has not."""
 
@@ -291,5 +296,13 @@ StoreInput = StoreOpened | StoreFailed | StoreAbsent | AnnounceMore | StoreDown 
 HealthInput = StoreProbed | JournalRewritten | Synchronised
 """What tells how the store does, beside reads and writes."""
 Input = (
-    HostInput | WriteInput | ReadInput | StoreInput | HealthInput | WritersKnown | AdminAsked | Tick
+    HostInput
+    | WriteInput
+    | ReadInput
+    | StoreInput
+    | HealthInput
+    | JournalPartWritten
+    | WritersKnown
+    | AdminAsked
+    | Tick
 )

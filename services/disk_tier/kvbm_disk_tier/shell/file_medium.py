@@ -26,6 +26,7 @@ from kvbm_disk_tier.core.journal import Replay
 from kvbm_disk_tier.core.messages import (
     Journaled,
     JournalFailed,
+    JournalPartWritten,
     JournalRewritten,
     ReadDone,
     ReadFailed,
@@ -148,15 +149,17 @@ class FileMedium:
             return JournalFailed(effect.write, "journal", str(error))
         return Journaled(writes) if writes else None
 
-    async def rewrite(self, effect: RewriteJournal) -> JournalRewritten:
-        """Replace the journal by a shorter one."""
-        rewrite = functools.partial(self._store.rewrite, effect.records)
+    async def rewrite(self, effect: RewriteJournal) -> JournalPartWritten | JournalRewritten:
+        """Write a part of a shorter journal."""
+        rewrite = functools.partial(
+            self._store.rewrite, effect.records, is_first=effect.is_first, is_last=effect.is_last
+        )
         try:
             await asyncio.wrap_future(self._thread.call(rewrite))
         except OSError as error:
             self._log.warning("rewrite", f"the journal cannot be rewritten: {error}")
             return JournalRewritten(str(error))
-        return JournalRewritten()
+        return JournalRewritten() if effect.is_last else JournalPartWritten()
 
     async def run(self, loop: CoreLoop[Any, Effect]) -> None:
         """Say what has landed; synchronise every second, if that was asked for."""

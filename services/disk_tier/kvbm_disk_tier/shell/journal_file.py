@@ -3,8 +3,10 @@
         journal    records of kvbm_disk_tier.core.journal
         spare      space, taken before the disk is full
 
-A rewrite writes into `spare` and renames it. Records are written at an offset of ours: what lies
-behind it is torn, or zeros that keep the space on a file system that cannot preallocate.
+A rewrite writes into `spare`, in parts, and renames it. What is appended between its parts goes
+into both files: whichever is the journal after a crash has it. Records are written at an offset of
+ours: what lies behind it is torn, or zeros that keep the space on a file system that cannot
+preallocate.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ class JournalFile:
         self._spare_fd = -1
         self._end = 0
         """Where the next record goes."""
+        self._next_fd = -1
+        """The file of the rewrite under way."""
+        self._next_end = 0
+        self._next_failed: OSError | None = None
+        """What an append has met in it: the rewrite is over."""
         self._reserved_bytes = 0
         self._renamed = False
         """A journal has taken the place of another, and a power cut may undo it."""
@@ -65,10 +72,10 @@ class JournalFile:
 
     def close(self) -> None:
         """Synchronise and let go."""
-        for fd in (self._fd, self._spare_fd):
+        for fd in (self._fd, self._spare_fd, self._next_fd):
             if fd >= 0:
                 close(fd, self.directory, synchronise=True)
-        self._fd = self._spare_fd = -1
+        self._fd = self._spare_fd = self._next_fd = -1
 
     def remove(self) -> None:
         """Remove a closed journal and everything beside it; raises OSError."""
@@ -115,6 +122,12 @@ class JournalFile:
             self._blank(len(data))
             raise
         self._end += len(data)
+        if self._next_fd >= 0:
+            try:
+                self._write_next(data)
+            except OSError as error:
+                self._next_failed = error
+                self._give_up_rewrite()
 
     def _blank(self, length: int) -> None:
         """Write zeros over what a failed append has left: the next one may be shorter.
@@ -138,27 +151,57 @@ class JournalFile:
         write_at(self._fd, bytes(RECORD_BYTES), self._end)
         os.fdatasync(self._fd)
 
-    def rewrite(self, records: tuple[Record, ...]) -> None:
-        """Put a journal of these records in place of the old one, or leave that; raises OSError."""
+    # --- the rewrite ------------------------------------------------------------------------
+
+    def begin_rewrite(self) -> None:
+        """Begin the journal that is to take this one's place; raises OSError."""
         self._require_open()
+        if self._next_fd >= 0:
+            self._give_up_rewrite()
         fd, self._spare_fd = self._spare_fd, -1
-        data = encode_records(records)
+        self._next_fd = self._open(SPARE) if fd < 0 else fd
+        self._next_end, self._next_failed = 0, None
+
+    def rewrite(self, records: tuple[Record, ...]) -> None:
+        """Write these records into the journal to come, or give it up; raises OSError."""
+        self._require_rewrite()
         try:
-            if fd < 0:
-                fd = self._open(SPARE)
-            write_at(fd, data, 0)
+            self._write_next(encode_records(records))
+        except OSError:
+            self._give_up_rewrite()
+            raise
+
+    def end_rewrite(self) -> None:
+        """Put the new journal in place of the old one, or leave that; raises OSError."""
+        self._require_rewrite()
+        fd = self._next_fd
+        try:
             os.fdatasync(fd)
             os.replace(self.directory / SPARE, self.directory / JOURNAL)
         except OSError:
             if not self._is_in_place(fd):
-                self._drop(fd)
-                self._reserve()
+                self._give_up_rewrite()
                 raise
         close(self._fd, self.directory)
-        self._fd, self._end, self._renamed = fd, len(data), True
+        self._fd, self._end, self._renamed = fd, self._next_end, True
+        self._next_fd = -1
         self._reserve()
         # Else a power cut brings the old journal back, without what was appended to the new one.
         self._sync_directory()
+
+    def _write_next(self, data: bytes) -> None:
+        write_at(self._next_fd, data, self._next_end)
+        self._next_end += len(data)
+
+    def _require_rewrite(self) -> None:
+        self._require_open()
+        if self._next_fd < 0:
+            raise self._next_failed or OSError(errno.EBADF, "the journal to come is not open")
+
+    def _give_up_rewrite(self) -> None:
+        fd, self._next_fd = self._next_fd, -1
+        self._drop(fd)
+        self._reserve()
 
     def renumbered(self, found: Replay) -> Replay:
         """Begin the order of records again at 1, where its 64 bits could be used up in this life.
@@ -170,7 +213,9 @@ class JournalFile:
         live = enumerate(found.blocks.items(), 1)
         records = tuple(Record(Operation.COMMITTED, order, *entry) for order, entry in live)
         try:
+            self.begin_rewrite()
             self.rewrite(records)
+            self.end_rewrite()
         except OSError as error:
             log.warning("the order of the journal in %s stays: %s", self.directory, error)
             return found

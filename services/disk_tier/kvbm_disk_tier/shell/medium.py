@@ -18,6 +18,7 @@ from kvbm_disk_tier.core.effects import (
 from kvbm_disk_tier.core.messages import (
     Journaled,
     JournalFailed,
+    JournalPartWritten,
     JournalRewritten,
     ReadDone,
     ReadFailed,
@@ -60,7 +61,7 @@ class Medium(Protocol):
     async def append(self, effect: AppendJournal) -> Journaled | JournalFailed | None:
         """Make records and data durable."""
 
-    async def rewrite(self, effect: RewriteJournal) -> JournalRewritten | None:
+    async def rewrite(self, effect: RewriteJournal) -> JournalPartWritten | JournalRewritten | None:
         """Keep only these records."""
 
     async def run(self, loop: CoreLoop[Any, Effect]) -> None:

@@ -27,8 +27,8 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.tier.blocks import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES
 
-from kvbm_disk_tier.core.inventory import journal_records_max
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay, replay
+from kvbm_disk_tier.core.journal_writer import journal_records_max
 from kvbm_disk_tier.core.resizing import resized
 from kvbm_disk_tier.shell.allocation import fallocate, fill, move_slots
 from kvbm_disk_tier.shell.journal_file import JournalFile, close
@@ -371,9 +371,16 @@ class Store:
             wait([data])
         data.result()
 
-    def rewrite(self, records: tuple[Record, ...]) -> None:
-        """Put a journal of these records in place of the old one, at once or not at all."""
+    def rewrite(
+        self, records: tuple[Record, ...], *, is_first: bool = True, is_last: bool = True
+    ) -> None:
+        """Write a part of a journal that takes the place of the old one with the last part; raises
+        OSError, and the old one stays."""
+        if is_first:
+            self._journal.begin_rewrite()
         self._journal.rewrite(records)
+        if is_last:
+            self._journal.end_rewrite()
 
     def probe(self) -> tuple[str, str]:
         """Try to read and to write a little; returns what failed of either, or nothing."""

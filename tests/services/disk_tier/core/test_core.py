@@ -20,6 +20,7 @@ from kvbm_disk_tier.core.effects import (
     SayAccepting,
     WriteSlots,
 )
+from kvbm_disk_tier.core.journal_writer import REWRITE_PAUSE_MS
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import (
     AnnounceMore,
@@ -30,6 +31,7 @@ from kvbm_disk_tier.core.messages import (
     HostEvent,
     HostJoined,
     HostLeft,
+    JournalFailed,
     StoreFailed,
 )
 from kvbm_disk_tier.core.store import STORE_RETRY_MS
@@ -244,7 +246,7 @@ def test_a_long_journal_is_rewritten_with_what_is_live_and_what_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A store of one slot, limit 4 records: each block costs a record, and one for the last."""
-    monkeypatch.setattr("kvbm_disk_tier.core.inventory.JOURNAL_RECORDS_MIN", 0)
+    monkeypatch.setattr("kvbm_disk_tier.core.journal_writer.JOURNAL_RECORDS_MIN", 0)
     disk = Disk(slots=1, limits=DiskTierLimits(journal_records_per_slot=4))
     disk.store(1)
     disk.store(2)
@@ -258,7 +260,7 @@ def test_a_long_journal_is_rewritten_with_what_is_live_and_what_is_on_its_way(
 
 def test_a_rewrite_keeps_what_fails_later_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The append of a block fails after it has been rewritten into the journal."""
-    monkeypatch.setattr("kvbm_disk_tier.core.inventory.JOURNAL_RECORDS_MIN", 0)
+    monkeypatch.setattr("kvbm_disk_tier.core.journal_writer.JOURNAL_RECORDS_MIN", 0)
     disk = Disk(slots=1, limits=DiskTierLimits(journal_records_per_slot=4))
     disk.store(1)
     disk.store(2)
@@ -267,6 +269,61 @@ def test_a_rewrite_keeps_what_fails_later_out(monkeypatch: pytest.MonkeyPatch) -
     disk.journal_failed(one(effects, AppendJournal))
     assert disk.recovered() == disk.on_disk()
     assert 3 not in disk.recovered()
+
+
+def test_a_rewrite_in_parts_knows_what_comes_and_goes_meanwhile() -> None:
+    """Three slots, a part for each. Before each part ends a block takes the place of another, in a
+    slot that was written and in one that was not."""
+    disk = Disk(slots=3, limits=DiskTierLimits(rewritten_slots_max=1))
+    disk.store(1, 2, 3)
+    part = one(disk.step(JournalFailed(None, "journal", "io")), RewriteJournal)
+    seen = [part]
+    for number in (4, 5, 6):
+        disk.store(number)
+        assert disk.recovered() == disk.on_disk(), "a crash in the middle of a rewrite"
+        follows = of(disk.rewritten(part), RewriteJournal)
+        seen += follows
+        part = follows[0] if follows else part
+    assert [(one.is_first, one.is_last) for one in seen] == [
+        (True, False), (False, False), (False, True),
+    ]  # fmt: skip
+    assert [len(one.records) for one in seen] == [1, 1, 1]
+    assert disk.recovered() == disk.on_disk()
+    assert len(disk.on_disk()) == 3
+
+
+def test_a_rewrite_that_fails_in_a_later_part_begins_again() -> None:
+    """Goal: the long journal stays, with what came since, and is rewritten from the first slot."""
+    disk = Disk(slots=3, limits=DiskTierLimits(rewritten_slots_max=1))
+    disk.store(1, 2, 3)
+    first = one(disk.step(JournalFailed(None, "journal", "io")), RewriteJournal)
+    assert of(disk.rewritten(first), RewriteJournal)
+    disk.store(4)
+    disk.rewrite_failed()
+    assert disk.recovered() == disk.on_disk()
+    disk.store(5)
+    again = one(disk.wait(REWRITE_PAUSE_MS), RewriteJournal)
+    assert again.is_first
+    disk.finish([again])
+    assert disk.recovered() == disk.on_disk()
+
+
+def test_a_rewrite_keeps_the_order_in_which_blocks_came() -> None:
+    """Goal: after a restart roots leave before their leaves no more than before a rewrite.
+
+    The former life has committed slot 1 before slot 0; then a block comes to slot 2.
+    """
+    limits = DiskTierLimits(rewritten_slots_max=2, announced_blocks_max=1)
+    disk = Disk(slots=4, limits=limits, ready=False)
+    disk.step(opened(4, {1: block(7), 0: block(8)}))
+    disk.step(AnnounceMore())
+    disk.step(ArenaKnown(arena()))
+    disk.store(9)
+    disk.finish(disk.step(JournalFailed(None, "journal", "io")))
+    by_order = sorted(disk.journal, key=lambda record: record.order)
+    assert [(record.place, record.block) for record in by_order] == [
+        (1, block(7)), (0, block(8)), (2, block(9)),
+    ]  # fmt: skip
 
 
 # --- the end ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvbm_disk_tier.core.effects import (
     WriteSlots,
 )
 from kvbm_disk_tier.core.health import SLOW_MS, STALLED_MS
-from kvbm_disk_tier.core.inventory import REWRITE_PAUSE_MS
+from kvbm_disk_tier.core.journal_writer import REWRITE_PAUSE_MS
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import (
     JournalFailed,

@@ -25,6 +25,7 @@ from kvbm_disk_tier.core.effects import (
     OpenStore,
     ReadSlots,
     ReleaseHost,
+    RewriteJournal,
     WriteSlots,
 )
 from kvbm_disk_tier.core.journal import Operation, Record, Replay
@@ -84,6 +85,8 @@ class Everything(RuleBasedStateMachine):
         self.believed: set[int] = set()
         """Writes whose copy held, and whose records are still to come."""
         self.unanswered = 0
+        self.parts: list[RewriteJournal] = []
+        """The part of a rewrite that flies."""
         self.untold = False
         """Of a former life's blocks some are still to be announced."""
 
@@ -98,7 +101,7 @@ class Everything(RuleBasedStateMachine):
         limits = DiskTierLimits(
             writes_max=writes_max, commits_max=2, reads_max=2, reads_waiting_max=3,
             batch_blocks_max=2, pending_max=6, journal_records_per_slot=1,
-            announced_blocks_max=1, journal_wait_ms=wait_ms,
+            announced_blocks_max=1, journal_wait_ms=wait_ms, rewritten_slots_max=1,
         )  # fmt: skip
         self.disk = Disk(
             slots=SLOTS, filtered=filtered, staging=staging, ready=False, limits=limits
@@ -147,6 +150,9 @@ class Everything(RuleBasedStateMachine):
                     self.unanswered -= 1
                 case AnnounceLater():
                     self.untold = True
+                case RewriteJournal():
+                    assert not self.parts, "two parts of a rewrite fly"
+                    self.parts.append(effect)
                 case _:
                     pass
 
@@ -256,6 +262,12 @@ class Everything(RuleBasedStateMachine):
         else:
             self.take(self.disk.journal_failed(append, torn=outcome == "torn"))
 
+    @precondition(lambda self: self.parts)
+    @rule(failed=st.sampled_from([False, False, False, True]))
+    def end_part(self, failed: bool) -> None:
+        part = self.parts.pop()
+        self.take(self.disk.rewrite_failed() if failed else self.disk.rewritten(part))
+
     @rule(blocks=BLOCKS, torn=st.sampled_from([False, False, True]))
     def store(self, blocks: list[int], torn: bool) -> None:
         """The usual case: these blocks, wanted twice, and all that flies go well. Or the journal
@@ -364,6 +376,9 @@ class Everything(RuleBasedStateMachine):
         assert self.unanswered == 0
         assert len(self.disk.core.writes.flying.by_id) == len(self.disk.core.reads.flying) == 0
         assert self.disk.recovered() == self.disk.on_disk(), "a restart would find something else"
+        while self.parts:
+            self.take(self.disk.rewritten(self.parts.pop()))
+        assert self.disk.recovered() == self.disk.on_disk(), "a rewrite has written something else"
         for number, slot in self.disk.on_disk().items():
             assert self.bytes_in[slot] == number, self.disk.core.story
 

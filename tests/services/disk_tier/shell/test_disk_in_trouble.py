@@ -14,10 +14,11 @@ import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_disk_tier.core.journal import RECORD_BYTES
+from kvbm_disk_tier.shell.allocation import write_at
 from kvbm_disk_tier.shell.own_files import read_own
 from kvbm_disk_tier.shell.store import Store, StoreOptions
 
-from tests.services.disk_tier.core.test_journal import committed, slots
+from tests.services.disk_tier.core.test_journal import committed, removed, slots
 from tests.services.disk_tier.shell.test_service import (
     SLOT_BYTES,
     Host,
@@ -240,6 +241,63 @@ def test_a_rewrite_that_finds_no_room_leaves_nothing_behind(
     assert slots(found) == {0: 1, 1: 2, 2: 3}
     again.rewrite((committed(5, 2, 3),))
     assert (tmp_path / "store/journal").stat().st_size == RECORD_BYTES
+    again.close()
+
+
+def test_what_is_appended_between_the_parts_of_a_rewrite_is_in_both_journals(
+    tmp_path: Path,
+) -> None:
+    """1. A part is written, and a block comes. 2. A crash finds the long journal. 3. Once more, to
+    the end: the short one has both, and the spare is only space."""
+    store = store_on(tmp_path)
+    store.create(SLOT_BYTES)
+    store.append((committed(1, 0, 1), removed(2, 0, 1), committed(3, 0, 2)), commit=True)
+    store.rewrite((committed(3, 0, 2),), is_last=False)
+    store.append((committed(4, 1, 3),), commit=True)
+    store.close()
+    again = store_on(tmp_path)
+    found = again.recover()
+    assert found is not None
+    assert (slots(found), found.records) == ({0: 2, 1: 3}, 4)
+    again.rewrite((committed(3, 0, 2),), is_last=False)
+    again.append((committed(5, 2, 4),), commit=True)
+    again.rewrite((committed(4, 1, 3),), is_first=False)
+    again.append((committed(6, 3, 5),), commit=True)
+    again.close()
+    last = store_on(tmp_path)
+    found = last.recover()
+    assert found is not None
+    assert (slots(found), found.records) == ({0: 2, 1: 3, 2: 4, 3: 5}, 4)
+    last.close()
+    assert (tmp_path / "store/spare").stat().st_size == 0
+
+
+def test_an_append_that_finds_no_room_in_the_journal_to_come_ends_the_rewrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block is in the journal all the same; the next part says why, and a rewrite may begin."""
+    store = store_on(tmp_path)
+    store.create(SLOT_BYTES)
+    store.rewrite((), is_last=False)
+    spare = (tmp_path / "store/spare").stat().st_ino
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        if os.fstat(fd).st_ino == spare:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_at(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbm_disk_tier.shell.journal_file.write_at", full)
+        store.append((committed(1, 0, 1),), commit=True)
+    with pytest.raises(OSError, match="No space"):
+        store.rewrite((committed(1, 0, 1),), is_first=False)
+    store.rewrite((committed(1, 0, 1),))
+    store.append((committed(2, 1, 2),), commit=True)
+    store.close()
+    again = store_on(tmp_path)
+    found = again.recover()
+    assert found is not None
+    assert (slots(found), found.records) == ({0: 1, 1: 2}, 2)
     again.close()
 
 
