@@ -94,6 +94,26 @@ class RegistryContract:
         assert isinstance(left, Left)
         assert left.reason == "deleted"
 
+    async def test_a_callback_that_fails_is_counted_and_the_others_hear(
+        self, make: MakeRegistry
+    ) -> None:
+        """Goal: what one reader cannot take ends neither the reading nor the other callbacks."""
+        ours, theirs = await make(), await make()
+        events: list[RegistryEvent] = []
+
+        def fail(event: RegistryEvent) -> None:
+            raise ValueError(event.record.key)
+
+        theirs.watch(fail)
+        theirs.watch(events.append)
+        first = await ours.register("index", "h", "0")
+        await wait_until(lambda: len(events) == 1)
+        await first.revoke()
+        await wait_until(lambda: len(events) == 2)
+        assert isinstance(events[1], Left)
+        assert theirs.counts["registry_callback_failures_total"] == 2
+        assert not theirs.unreadable.is_set()
+
     async def test_late_watcher_hears_who_is_there(self, make: MakeRegistry) -> None:
         """Goal: a watcher needs no list call first, and ends when told."""
         ours = await make()

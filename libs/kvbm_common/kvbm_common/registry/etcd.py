@@ -126,10 +126,8 @@ class EtcdRegistry(WatchedRegistry):
 
     def _begin_watching(self) -> None:
         if not self._tasks:
-            self._tasks = [
-                asyncio.create_task(self._follow(), name="registry watch"),
-                asyncio.create_task(self._sweep_often(), name="registry sweep"),
-            ]
+            self._read_by(self._follow(), "registry watch")
+            self._read_by(self._sweep_often(), "registry sweep")
 
     def _present(self) -> Iterable[ServiceRecord]:
         return list(self._presence.records.values())

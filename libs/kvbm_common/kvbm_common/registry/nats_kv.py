@@ -188,9 +188,7 @@ class NatsRegistry(WatchedRegistry):
                 self._link, REGISTRY, subject=f"{PREFIX}services.>", start="last_per_subject",
                 heartbeat_s=self._idle_beat_s,
             )  # fmt: skip
-            self._tasks = [
-                asyncio.create_task(self._read(self._subscription), name="registry watch")
-            ]
+            self._read_by(self._read(self._subscription), "registry watch")
             self._sweep_and_rearm()
         return self._subscription
 

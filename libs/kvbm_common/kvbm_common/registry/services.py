@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Protocol
 
 from kvbm_common.registry.records import Info, Joined, RegistryEvent, ServiceRecord
+from kvbm_common.runtime.logs import OncePerKind
 
 LIST_DEADLINE_S = 3.0
 """How long the first reading of a registry may take."""
+FAILURES = "registry_callback_failures_total"
+"""Events that a callback could not take."""
+
+_log = OncePerKind(logging.getLogger(__name__))
 
 
 class ServiceRegistration(Protocol):
@@ -36,6 +43,14 @@ class ServiceRegistration(Protocol):
 
 class Registry(Protocol):
     """The services that are alive, as every registry tells them."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return what this reader counts; see `runtime/metrics.py`."""
+
+    @property
+    def unreadable(self) -> asyncio.Event:
+        """Set when a task that reads the registry has ended: nothing is heard any more."""
 
     async def register(
         self, kind: str, host: str, instance: str, info: Info | None = None
@@ -103,15 +118,27 @@ class WatchedRegistry:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[RegistryEvent], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._unreadable = asyncio.Event()
+        self._counts: Counter[str] = Counter({FAILURES: 0})
         self._registrations: set[HeldEntry] = set()
         """Those whose heartbeats have not ended."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return what this reader counts; see `runtime/metrics.py`."""
+        return self._counts
+
+    @property
+    def unreadable(self) -> asyncio.Event:
+        """Set when a task that reads the registry has ended: nothing is heard any more."""
+        return self._unreadable
 
     def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
         """Call back for each service that is there (Joined), then for every change."""
         self._begin_watching()
         self._callbacks.append(callback)
         for record in self._present():
-            callback(Joined(record))
+            self._call(callback, Joined(record))
 
         def forget() -> None:
             if callback in self._callbacks:
@@ -138,7 +165,26 @@ class WatchedRegistry:
 
     def _tell(self, event: RegistryEvent) -> None:
         for callback in list(self._callbacks):
+            self._call(callback, event)
+
+    def _call(self, callback: Callable[[RegistryEvent], None], event: RegistryEvent) -> None:
+        """Call back; what it raises ends neither the reading nor the other callbacks."""
+        try:
             callback(event)
+        except Exception as error:  # Whatever it is: the others are told.
+            self._counts[FAILURES] += 1
+            _log.warning(f"callback_{type(error).__name__}", f"{event.record.key}: {error}")
+
+    def _read_by(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Start a task that reads the registry; its end is seen."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._reader_ended)
+        self._tasks.append(task)
+
+    def _reader_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            _log.warning(f"{task.get_name()} ended", f"by {task.exception()!r}")
+            self._unreadable.set()
 
     def _begin_watching(self) -> None:
         """Start the tasks that read the registry, once."""

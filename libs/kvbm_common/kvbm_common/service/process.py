@@ -31,7 +31,7 @@ from kvbm_common.registry.event_form import EventForm
 from kvbm_common.registry.nats_kv import NatsRegistry, Registry, ServiceRegistration
 from kvbm_common.registry.records import PARTITIONS_INFO, Info
 from kvbm_common.runtime import logs
-from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.runtime.metrics import Metrics, metrics_of_counts
 from kvbm_common.service import admin_verbs
 from kvbm_common.service.audit import Audit
 from kvbm_common.service.bounds import Bounds
@@ -290,6 +290,7 @@ async def _live_on_bus(
         )
         counters.include(context.footprint.collect)
         counters.include(context.bounds.collect)
+        counters.include(lambda: metrics_of_counts(registry.counts))
         context.bounds.declare(context.footprint.fills)
         standing.context = context
         form = EventForm(packed=settings.events_form == "packed")
@@ -375,6 +376,7 @@ async def _run_main(main: Main, context: ServiceContext) -> int:
 
     watchers = [
         asyncio.create_task(watch(context.registration.lost, "another process took over")),
+        asyncio.create_task(watch(context.registry.unreadable, "the registry is read no more")),
         asyncio.create_task(watch(context.bus.closed_by_server, "NATS refuses this client")),
     ]
     try:

@@ -18,6 +18,9 @@ from kvbm_index.core.requests import decoded, encoded, hashes_of
 from kvbm_index.core.routes import Prices
 
 TURN_BYTES = 8
+RANKS_MAX = 1_024
+RANK_DIGITS_MAX = 18
+"""What an entry may say of an engine; a rank is below 2**63 on the wire."""
 
 _route_request: JsonCodec[RouteRequest] = JsonCodec(RouteRequest)
 _partition_request: JsonCodec[PartitionRouteRequest] = JsonCodec(PartitionRouteRequest)
@@ -79,7 +82,8 @@ class Routing:
 
 
 def _facts_of(record: ServiceRecord) -> EngineFacts:
-    ranks = [int(rank) for rank in _said(record, "ranks") if rank.isdecimal()]
+    said = _said(record, "ranks")[:RANKS_MAX]
+    ranks = {int(rank) for rank in said if rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX}
     return EngineFacts(sorted(ranks), _said(record, "namespaces"))
 
 

@@ -12,6 +12,8 @@ import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.jetstream import publish_acknowledged
 from kvbm_common.nats.streams import REGISTRY, REGISTRY_BUCKET
 from kvbm_common.registry.etcd import EtcdRegistry
@@ -135,6 +137,22 @@ async def test_service_on_etcd(nats_server: NatsServer, etcd_server: EtcdServer)
     async with asyncio.timeout(STOP_DEADLINE_S):
         assert await lives[1] == 0
     await reader.close()
+
+
+async def test_service_stops_when_the_registry_is_read_no_more(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a reader that has ended is seen: else everyone would expire. Who restarts it decides.
+    Method: the first batch of the registry's watch raises."""
+    sample = Sample()
+
+    async def fail(_: EventSubscription) -> list[EventMessage]:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(EventSubscription, "__anext__", fail)
+    life = serve("sample", sample.main, settings(nats_server), asyncio.Event())
+    async with asyncio.timeout(DEADLINE_S):
+        assert await life == 1
 
 
 async def test_service_stops_when_another_takes_its_place(nats_server: NatsServer) -> None:

@@ -136,6 +136,18 @@ async def test_an_engine_with_a_hole_is_left_out(bus: Bus) -> None:
 
 
 @pytest.mark.usefixtures("index")
+async def test_ranks_that_are_no_ranks_hide_no_engine(bus: Bus) -> None:
+    """Goal: an entry of 5,000 digits, or the same rank twice, stops neither index nor answers."""
+    async with engine(bus, "odd", [], ranks=f"1,{'9' * 5000},1"), engine(bus, "whole", []):
+
+        async def right() -> bool:
+            ranks = [(one.source, one.rank) for one in (await routed(bus)).engines]
+            return sorted(ranks) == [("odd", 1), ("whole", 0)]
+
+        await ask_until(right, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.usefixtures("index")
 async def test_questions_without_blocks_take_turns(bus: Bus) -> None:
     """A prompt shorter than a block: equals are not always in the same order."""
     async with engine(bus, "one", []), engine(bus, "two", []):
