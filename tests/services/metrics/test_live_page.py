@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-import uvicorn
 from kvbm_common.access.http_access import Access
 from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus, VerbHandler
@@ -35,7 +34,7 @@ from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.fleet import Fleet
-from kvbm_metrics.shell.service import HttpServer
+from kvbm_metrics.shell.http_server import HttpServer
 from kvbm_metrics.shell.state import Api
 from playwright.async_api import Browser
 
@@ -143,9 +142,7 @@ async def url(bus: Bus, services: Services) -> AsyncIterator[str]:
     fleet = Fleet(bus, registry, counters, cache_s=2.0, clock_s=lambda: 10 * time.monotonic())
     api = Api(fleet=fleet, expected=KINDS, version="1", access=Access(without_token="admin"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = HttpServer(
-            uvicorn.Config(create_app(api, counters), lifespan="off", log_config=None)
-        )
+        server = HttpServer(create_app(api, counters), counters)
         tasks = [
             asyncio.create_task(server.serve(sockets=[listener])),
             asyncio.create_task(fleet.follow()),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
 from importlib.metadata import version
 
-import uvicorn
 from kvbm_common.access.http_access import api_access, refuse_open_api
 from kvbm_common.config.settings import Settings
 from kvbm_common.service import process as service
@@ -20,49 +17,14 @@ from kvbm_metrics.core import history
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.audit_log import AuditLog
 from kvbm_metrics.shell.fleet import Fleet
+from kvbm_metrics.shell.http_server import HttpServer
 from kvbm_metrics.shell.jobs import Jobs
 from kvbm_metrics.shell.state import Api
 
 KIND = "metrics"
 ANSWERS_BYTES = 160 << 20
 """Jobs, audit, rates, and pages while they are put together for the connections that there are."""
-CONNECTIONS_MAX = 256
-"""Connections served at the same time; uvicorn answers 503 to more."""
 BACKLOG = 128
-TICK_S = 1.0
-STOP_DEADLINE_S = 1
-"""How long answers on their way may take after the signal to stop."""
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn in a process that owns its signals, with a door bell."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.is_up = asyncio.Event()
-        self._ended = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone: uvicorn would take them over and raise them again at its end."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
-        await super().startup(sockets)
-        self.is_up.set()
-
-    async def main_loop(self) -> None:
-        """Do once a second what uvicorn does ten times: it looks for the end, and `end` is heard at
-        once."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), TICK_S)
-
-    def end(self) -> None:
-        """Have `serve` finish what is on its way, and return."""
-        self.should_exit = True
-        self._ended.set()
 
 
 def main() -> None:
@@ -85,7 +47,7 @@ async def serve(context: ServiceContext) -> None:
             jobs=jobs,
             audit=audit,
         )
-        server = HttpServer(_http_config(create_app(api, context.counters)))
+        server = HttpServer(create_app(api, context.counters), context.counters)
         context.set_stats(lambda: _stats(context, server))
         context.footprint.declare(lambda: {"answers": ANSWERS_BYTES, "history": history.BYTES_MAX})
         context.bounds.declare(lambda: fleet.fills() | {"jobs": jobs.fill()})
@@ -124,20 +86,6 @@ def expected_kinds(settings: Settings) -> tuple[str, ...]:
     if settings.consolidator_enabled:
         kinds.append("consolidator")
     return tuple(kinds)
-
-
-def _http_config(app: object) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]  # uvicorn's own Protocols are narrower than ASGI.
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        limit_concurrency=CONNECTIONS_MAX,
-        timeout_graceful_shutdown=STOP_DEADLINE_S,
-    )
 
 
 def _stats(context: ServiceContext, server: HttpServer) -> StatsReply:

@@ -1,0 +1,103 @@
+"""uvicorn as the metrics service runs it: few connections, each with a deadline for its request.
+
+What this service needs of uvicorn's insides is in this module alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from kvbm_common.runtime.metrics import Metrics
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+CONNECTIONS_MAX = 256
+"""Connections served at the same time; uvicorn answers 503 to more."""
+REQUEST_DEADLINE_S = 5.0
+"""From a connection's beginning, or its last answer, to a request's headers; again to its body."""
+CROWDED_DEADLINE_S = 1.0
+"""The same when there are `CONNECTIONS_MAX`, so that clients that hang make room for a probe."""
+TICK_S = 1.0
+STOP_DEADLINE_S = 1
+"""How long answers on their way may take after the signal to stop."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn in a process that owns its signals, with a door bell and a sweep."""
+
+    def __init__(self, app: object, counters: Metrics) -> None:
+        super().__init__(_config(app))
+        self.is_up = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._waits: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
+        """Connections without a whole request: which was their last, and since when."""
+        self._cut = counters.counter(
+            "kvbm_http_connections_cut_total",
+            "Connections that were closed because they sent no whole request in time.",
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone: uvicorn would take them over and raise them again at its end."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so."""
+        await super().startup(sockets)
+        self.is_up.set()
+
+    async def main_loop(self) -> None:
+        """Do once a second what uvicorn does ten times: it looks for the end, and `end` is heard at
+        once."""
+        while not await self.on_tick(0):
+            self._sweep(time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), TICK_S)
+
+    def end(self) -> None:
+        """Have `serve` finish what is on its way, and return."""
+        self.should_exit = True
+        self._ended.set()
+
+    def _sweep(self, now_s: float) -> None:
+        """Close the connections that have been without a whole request for too long."""
+        connections = self.server_state.connections
+        is_crowded = len(connections) >= CONNECTIONS_MAX
+        deadline_s = CROWDED_DEADLINE_S if is_crowded else REQUEST_DEADLINE_S
+        waits, self._waits = self._waits, {}
+        for connection in connections:
+            assert isinstance(connection, H11Protocol), connection
+            cycle: RequestResponseCycle | None = connection.cycle  # None before the first request.
+            if connection.transport.is_closing() or not _is_waited_for(cycle):
+                continue
+            before, since_s = waits.get(connection, (cycle, now_s))
+            if before is not cycle:
+                since_s = now_s
+            if now_s - since_s < deadline_s:
+                self._waits[connection] = cycle, since_s
+            else:
+                self._cut.inc()
+                connection.transport.close()
+
+
+def _is_waited_for(cycle: RequestResponseCycle | None) -> bool:
+    """Tell whether the client has to send something: a request, or the rest of one."""
+    return cycle is None or cycle.response_complete or cycle.more_body
+
+
+def _config(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]  # uvicorn's own Protocols are narrower than ASGI.
+        http=H11Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=CONNECTIONS_MAX,
+        timeout_graceful_shutdown=STOP_DEADLINE_S,
+    )
