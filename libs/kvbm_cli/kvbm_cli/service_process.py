@@ -19,8 +19,28 @@ BACKOFF_S = (0.1, 0.3, 1.0, 3.0, 5.0)
 """Pauses before a crashed service is started again; the last one repeats."""
 STEADY_S = 30.0
 """A service that lived so long starts with the shortest pause again."""
+NOT_STARTED = 126
+"""The code of a life that never began: no memory, process or descriptor was left for it."""
 
 _log = logging.getLogger(__name__)
+
+
+class Pauses:
+    """The pauses before a crashed process is started again."""
+
+    def __init__(self) -> None:
+        self._crashes = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Take note that a life begins."""
+        self._started_s = time.monotonic()
+
+    def next_s(self) -> float:
+        """Take note that it has ended; returns how long to wait before the next one."""
+        is_steady = time.monotonic() - self._started_s > STEADY_S
+        self._crashes = 1 if is_steady else self._crashes + 1
+        return BACKOFF_S[min(self._crashes, len(BACKOFF_S)) - 1]
 
 
 class ServiceProcess:
@@ -93,15 +113,18 @@ class ServiceProcess:
                 self._process.send_signal(signal_number)
 
     async def _supervise(self) -> int:
-        crashes = 0
+        pauses = Pauses()
         while True:
-            started_s = time.monotonic()
-            code = await self._live()
+            pauses.begin()
+            try:
+                code = await self._live()
+            except OSError as error:
+                _log.warning("%s cannot be started: %s", self.kind, error)
+                code = NOT_STARTED
             hopeless = code == BAD_SETTINGS or not self._was_ready
             if self._unwanted.is_set() or not self._restart or hopeless:
                 return code
-            crashes = 0 if time.monotonic() - started_s > STEADY_S else crashes + 1
-            pause_s = BACKOFF_S[min(crashes, len(BACKOFF_S)) - 1]
+            pause_s = pauses.next_s()
             _log.warning("%s ended with code %s; again in %s s", self.kind, code, pause_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

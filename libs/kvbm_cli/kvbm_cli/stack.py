@@ -29,6 +29,7 @@ from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.creds.embedded import authorization_of
 from kvbm_cli.layout import all_instances, port_of, processes_of
+from kvbm_cli.nats_process import NatsProcess
 from kvbm_cli.private_directory import PrivateDirectory, sweep
 from kvbm_cli.service_process import ServiceProcess
 
@@ -96,7 +97,7 @@ class Stack:
         self.settings = Settings.load(overrides=settings)
         self._log_dir = log_dir
         self._owned: PrivateDirectory | None = None
-        self._nats = None if nats_url is not None else self._make_nats()
+        self._nats = None if nats_url is not None else self._make_nats(restart=restart)
         processes = [
             (kind, name, own)
             for kind in services
@@ -222,7 +223,7 @@ class Stack:
         """End one service (or `nats`) like a crash, with SIGKILL; it is not started again."""
         if kind == NATS:
             assert self._nats is not None, "NATS is not ours"
-            self._nats.kill()
+            await self._nats.kill()
         else:
             await self.services[kind].end(signal.SIGKILL, deadline_s=1.0)
 
@@ -250,7 +251,7 @@ class Stack:
                 kinds=[service.kind for service in self.services.values()],
                 partitions=self.settings.index_partitions,
             )
-            self._nats.more = {"authorization": users}
+            self._nats.server.more = {"authorization": users}
             await self._nats.start()
         access = self.admin
         if access.guarded:
@@ -260,7 +261,7 @@ class Stack:
             finally:
                 await bus.close()
 
-    def _make_nats(self) -> NatsServer:
+    def _make_nats(self, *, restart: bool) -> NatsProcess:
         """Make the server where the settings want one; raises ConfigError for another's address."""
         url = urlsplit(self.settings.nats_url)
         address = url.hostname or LOOPBACK
@@ -271,12 +272,13 @@ class Stack:
                 "alone"
             )
             raise ConfigError("KVBM_NATS_URL", self.nats_url, accepted)
-        return NatsServer(
+        server = NatsServer(
             self.settings.state_dir / "nats",
             address=address,
             port=url.port or PORT,
             store_bytes=stream_limits(self.settings).store_bytes,
         )
+        return NatsProcess(server, restart=restart)
 
     def _take_lock(self) -> None:
         """Take the lock of the runtime directory: a second stack would take its sockets away."""

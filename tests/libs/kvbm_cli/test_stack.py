@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import NoResponder, RequestFailed, ServiceFailed
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply
@@ -97,6 +100,71 @@ async def test_crashed_service_is_started_again() -> None:
         service = stack.services["sample"]
         os.kill(service.pid, signal.SIGKILL)
         await wait_until(lambda: service.restarts == 1 and service.is_ready)
+    assert stack.pids == {}
+
+
+async def test_a_service_is_tried_again_when_the_machine_had_no_process_to_give(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: one failed fork after a crash (EAGAIN) is one more crash, and is said."""
+    async with Stack.private(services=["sample"], restart=True) as stack:
+        service, fork, tries = stack.services["sample"], asyncio.create_subprocess_exec, 0
+
+        async def fail_once(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise BlockingIOError(errno.EAGAIN, "planted")
+            return await fork(*arguments, **options)
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", fail_once)
+        os.kill(service.pid, signal.SIGKILL)
+        await wait_until(lambda: service.restarts == 2 and service.is_ready)
+    assert "sample cannot be started: [Errno 11] planted" in caplog.text
+
+
+async def test_crashed_nats_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: with `restart`, NATS comes back where it was, and takes the credentials of before."""
+    async with Stack.private(services=["sample"], restart=True) as stack:
+        first, service = stack.pids["nats"], stack.pids["sample"]
+        os.kill(first, signal.SIGKILL)
+        await wait_until(lambda: stack.pids.get("nats", first) != first)
+        bus = await Bus.connect(stack.admin, "test", deadline_s=DEADLINE_S)
+        subject = f"kvbm.v1.sample.{stack.settings.host}.0.stats"
+        await ask_until(
+            lambda: bus.request(subject, b"{}", deadline_s=1),
+            deadline_s=DEADLINE_S, despite=NoResponder,
+        )  # fmt: skip
+        await bus.close()
+        assert stack.pids["sample"] == service
+        assert "nats has ended" in caplog.text
+        await stack.kill("nats")
+        await stack.start("nats")
+        os.kill(first := stack.pids["nats"], signal.SIGKILL)
+        await wait_until(lambda: stack.pids.get("nats", first) != first)
+    assert stack.pids == {}
+
+
+async def test_a_nats_that_cannot_come_back_at_once_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: a failed start of NATS is said and tried again; a stop ends the tries."""
+    async with Stack.private(services=[], restart=True) as stack:
+        spawn, failing = NatsServer.start, True
+
+        async def fail(server: NatsServer) -> None:
+            if failing:
+                raise ServiceFailed("planted")
+            await spawn(server)
+
+        monkeypatch.setattr(NatsServer, "start", fail)
+        os.kill(stack.pids["nats"], signal.SIGKILL)
+        await wait_until(lambda: "nats cannot be started: planted" in caplog.text)
+        failing = False
+        await wait_until(lambda: "nats" in stack.pids)
+        failing = True
+        os.kill(stack.pids["nats"], signal.SIGKILL)
+        await wait_until(lambda: caplog.text.count("nats has ended") == 3)
     assert stack.pids == {}
 
 
