@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 from kvbm_common.access.curve import CurveServer
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import WireError
@@ -35,6 +36,9 @@ SOCKET_HWM = 100_000
 REQUEST_BYTES_MAX = 1_024
 RANKS_MAX = 64
 """Ports that are opened, at most."""
+PORT_MAX = 65_535
+SHUT_S, SHUT_MAX = 30.0, 1_024
+"""How long a rank is left alone whose port could not be opened; ranks that are remembered so."""
 OFF = "off"
 _SUBSCRIBES = b"\x01"
 """How an XPUB begins its word of a new reader; the topic follows."""
@@ -73,7 +77,9 @@ class RouterSockets:
         self._asked = asked
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._curve = CurveServer(self._context, curve_file)
-        self._ports: dict[int, _Port | None] = {}
+        self._ports: dict[int, _Port] = {}
+        self._shut: dict[int, float] = {}
+        """Ranks without a port, and when to try again."""
         self._log = OncePerKind(logging.getLogger(__name__))
         self._dropped = counters.counter(
             "kvbm_consolidator_router_dropped_total",
@@ -87,18 +93,19 @@ class RouterSockets:
         return self._endpoint != OFF
 
     def open(self, rank: int) -> None:
-        """Listen for readers of a rank; raises EndpointTaken."""
+        """Listen for readers of a rank; raises RouterPortTaken, ConfigError."""
         assert self.on
+        assert rank not in self._ports, rank
         pub = self._bound(zmq.XPUB, endpoint_of(self._endpoint, rank), "KVBM_ROUTER_ENDPOINT")
-        port = self._ports[rank] = _Port(pub, None)
+        try:
+            router = self._bound_replay(rank)
+        except KvbmError:
+            pub.close(linger=0)
+            raise
+        port = self._ports[rank] = _Port(pub, router)
         self._start(port, self._welcome(rank, pub), f"router readers {rank}")
-        if self._replay_endpoint != OFF:
-            port.router = self._bound(
-                zmq.ROUTER,
-                endpoint_of(self._replay_endpoint, rank),
-                "KVBM_ROUTER_REPLAY_ENDPOINT",
-            )
-            self._start(port, self._serve(rank, port.router), f"router replay {rank}")
+        if router is not None:
+            self._start(port, self._serve(rank, router), f"router replay {rank}")
 
     def serve(self, ranks: Iterable[int]) -> None:
         """Listen for readers of these ranks: what a rank says is not written before one comes."""
@@ -128,7 +135,7 @@ class RouterSockets:
 
     def close(self) -> None:
         """Stop listening for routers."""
-        for port in filter(None, self._ports.values()):
+        for port in self._ports.values():
             for task in port.tasks:
                 task.cancel()
             for socket in filter(None, (port.pub, port.router)):
@@ -141,16 +148,30 @@ class RouterSockets:
         self._context.term()
 
     def _port_of(self, rank: int) -> _Port | None:
-        """Return a rank's port; one that cannot be opened stays shut, and is logged once."""
-        if rank not in self._ports:
+        """Return a rank's port; one that cannot be opened is logged, and shut for a while."""
+        now_s = time.monotonic()
+        if rank not in self._ports and now_s >= self._shut.get(rank, 0.0):
             try:
                 if len(self._ports) >= RANKS_MAX:
                     raise RouterPortTaken(f"{RANKS_MAX} ranks have ports already")
                 self.open(rank)
-            except RouterPortTaken as error:
-                self._ports[rank] = None
+            except (RouterPortTaken, ConfigError) as error:
+                self._leave_shut(rank, now_s + SHUT_S)
                 self._log.warning(f"port_{rank}", f"routers do not hear of rank {rank}: {error}")
-        return self._ports[rank]
+        return self._ports.get(rank)
+
+    def _leave_shut(self, rank: int, until_s: float) -> None:
+        """Remember a rank without a port; the one that was tried longest ago makes room."""
+        self._shut.pop(rank, None)
+        if len(self._shut) >= SHUT_MAX:
+            del self._shut[next(iter(self._shut))]
+        self._shut[rank] = until_s
+
+    def _bound_replay(self, rank: int) -> zmq.asyncio.Socket | None:
+        if self._replay_endpoint == OFF:
+            return None
+        endpoint = endpoint_of(self._replay_endpoint, rank)
+        return self._bound(zmq.ROUTER, endpoint, "KVBM_ROUTER_REPLAY_ENDPOINT")
 
     def _bound(self, kind: int, endpoint: str, variable: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -168,6 +189,9 @@ class RouterSockets:
                 f"cannot listen for routers on {endpoint} ({error}): is another consolidator "
                 f"running? Set {variable} to another port, or to off"
             ) from error
+        except ConfigError:  # The keys cannot be read.
+            socket.close(linger=0)
+            raise
         return socket
 
     def _start(self, port: _Port, coroutine: Coroutine[Any, Any, None], name: str) -> None:
@@ -194,11 +218,16 @@ class RouterSockets:
 def endpoint_of(endpoint: str, rank: int) -> str:
     """Return the endpoint of a rank: its port is the first one's plus the rank.
 
+    Raises RouterPortTaken for a rank beyond the last port, which ZMQ would take for another.
+
     >>> endpoint_of("tcp://0.0.0.0:57001", 2), endpoint_of("ipc:///run/pub", 2)
     ('tcp://0.0.0.0:57003', 'ipc:///run/pub_dp2')
     """
     if found := re.fullmatch(r"(tcp://.*:)(\d+)", endpoint):
-        return f"{found[1]}{int(found[2]) + rank}"
+        port = int(found[2]) + rank
+        if port > PORT_MAX:
+            raise RouterPortTaken(f"its port would be {port}")
+        return f"{found[1]}{port}"
     return f"{endpoint}_dp{rank}" if rank else endpoint
 
 
