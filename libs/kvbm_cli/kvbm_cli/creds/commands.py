@@ -65,7 +65,10 @@ def files_of(settings: Settings) -> dict[str, Path]:
 
 
 def _made_keys(directory: Path) -> tuple[Path, ...]:
-    """Return the files of CURVE keys, which are made unless they are there; raises ConfigError."""
+    """Return the files of CURVE keys; one that is missing is made.
+
+    Raises ConfigError, SecretUnreadable.
+    """
     files = directory / SERVER_FILE, directory / CLIENT_FILE
     try:
         return files if all(file.exists() for file in files) else write_keys(directory)

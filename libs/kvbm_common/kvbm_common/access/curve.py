@@ -41,15 +41,30 @@ class ClientKeys(msgspec.Struct, frozen=True):
 
 
 def write_keys(directory: Path) -> tuple[Path, Path]:
-    """Write a server's and a client's file, which go together; raises OSError."""
-    (server, server_secret), (client, client_secret) = (zmq.curve_keypair() for _ in range(2))
-    keys = (
-        (SERVER_FILE, ServerKeys(server.decode(), server_secret.decode(), [client.decode()])),
-        (CLIENT_FILE, ClientKeys(server.decode(), client.decode(), client_secret.decode())),
-    )
-    for name, found in keys:
-        write_secret(directory / name, msgspec.json.encode(found).decode() + "\n")
-    return directory / SERVER_FILE, directory / CLIENT_FILE
+    """Write a client's file, and a server's that takes it.
+
+    A server's file that is there keeps its key and its clients, who have theirs elsewhere by now.
+    Raises OSError; ConfigError for a client's file whose server's is gone; SecretUnreadable.
+    """
+    server_file, client_file = directory / SERVER_FILE, directory / CLIENT_FILE
+    if server_file.exists():
+        server = _decoded(SecretFile(server_file, "KVBM_CURVE_SERVER_FILE"), ServerKeys)
+    elif client_file.exists():
+        accepted = f"a directory with {SERVER_FILE} beside {CLIENT_FILE}, or with neither"
+        raise ConfigError("KVBM_CREDS_DIR", directory, accepted)
+    else:
+        server = ServerKeys(*_key_pair(), clients=[])
+    public, secret = _key_pair()
+    server = msgspec.structs.replace(server, clients=[*server.clients, public])
+    client = ClientKeys(server.public, public, secret)
+    for file, keys in ((server_file, server), (client_file, client)):  # One too many is harmless.
+        write_secret(file, msgspec.json.encode(keys).decode() + "\n")
+    return server_file, client_file
+
+
+def _key_pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
 def refuse_open(

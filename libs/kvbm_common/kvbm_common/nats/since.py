@@ -11,6 +11,10 @@ from kvbm_common.nats.consumers import Start
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Seconds of each unit."""
+POSITION_MAX = 2**63 - 2
+"""Of a stream: NATS takes no start behind the one above it."""
+ACCEPTED = f"now, all, 90s, 10m, 6h, an ISO time, or a position from #1 to #{POSITION_MAX}"
+"""What `--since` accepts, for people."""
 
 
 def start_of(text: str, now: datetime) -> Start:
@@ -26,8 +30,10 @@ def start_of(text: str, now: datetime) -> Start:
     if found := re.fullmatch(r"(\d+)([smhd])", text):
         with contextlib.suppress(OverflowError, ValueError):  # Of more than a few thousand years.
             return now - timedelta(seconds=int(found[1]) * UNITS[found[2]])
-    if found := re.fullmatch(r"#(\d+)", text):
-        return int(found[1])
-    with contextlib.suppress(ValueError):
+    if found := re.fullmatch(r"#(\d{1,19})", text):
+        position = int(found[1])
+        if 1 <= position <= POSITION_MAX:
+            return position
+    with contextlib.suppress(OverflowError, ValueError):  # Before the year 1 in UTC.
         return datetime.fromisoformat(text).astimezone(UTC)
-    raise ConfigError("--since", text, "now, all, 90s, 10m, 6h, an ISO time, or #SEQUENCE")
+    raise ConfigError("--since", text, ACCEPTED)

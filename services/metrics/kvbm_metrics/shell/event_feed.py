@@ -19,7 +19,7 @@ from kvbm_common.nats.consumers import Start
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.jetstream import ensure_stream
 from kvbm_common.nats.marked_messages import UNMARKED
-from kvbm_common.nats.since import start_of
+from kvbm_common.nats.since import POSITION_MAX, start_of
 from kvbm_common.nats.streams import StreamSpec
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.codec import WireError
@@ -36,7 +36,6 @@ HEARTBEAT_S = 10.0
 TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
 """Each is a consumer of the stream in NATS."""
-POSITION_MAX = 2**63 - 2
 EVERYTHING = f"{SUBJECT_PREFIX}.*.*.*"
 """Of this, positions in the stream count the events."""
 
@@ -71,7 +70,9 @@ async def events(
     host: Part = "*",
     source: Part = "*",
     kind: Annotated[str, Query(pattern=r"^(\*|stored|removed|cleared)$")] = "*",
-    since: Annotated[str, Query(description="now, all, 90s, 10m, 6h, or an ISO time.")] = "now",
+    since: Annotated[
+        str, Query(description="now, all, 90s, 10m, 6h, an ISO time, or #SEQUENCE.")
+    ] = "now",
     per_second: Annotated[
         int,
         Query(
@@ -104,8 +105,8 @@ def _start(since: str, last_event_id: str) -> Start:
         return min(int(last_event_id[:20]), POSITION_MAX) + 1
     try:
         return start_of(since, datetime.now(UTC))
-    except (ConfigError, OverflowError) as error:
-        raise BadQuery("since", "now, all, 90s, 10m, 6h, or an ISO time") from error
+    except ConfigError as error:
+        raise BadQuery("since", error.accepted) from error
 
 
 async def counted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -45,6 +46,33 @@ def test_creds_makes_keys_for_tcp_once(tmp_path: Path) -> None:
     texts = [Path(name).read_text() for name in first]
     assert typed(tmp_path, "creds", "curve").output.split() == first
     assert [Path(name).read_text() for name in first] == texts
+
+
+def test_creds_adds_a_client_to_a_server_that_has_keys(tmp_path: Path) -> None:
+    """Goal: engines that have the first client's file are let in as before.
+
+    1. The client's file has moved to another host: a second one is made for the same server.
+    2. The server's file has moved: nothing is made, and the text says what is missing.
+    3. A server's file that cannot be read is left as it is.
+    """
+    server_file, client_file = map(Path, typed(tmp_path, "creds", "curve").output.split())
+    before, first = (json.loads(file.read_text()) for file in (server_file, client_file))
+    client_file.unlink()
+    assert typed(tmp_path, "creds", "curve").exit_code == 0
+    now, second = (json.loads(file.read_text()) for file in (server_file, client_file))
+    assert now == before | {"clients": [first["public"], second["public"]]}
+    assert second["server"] == before["public"]
+
+    server_file.unlink()
+    refused = typed(tmp_path, "creds", "curve")
+    assert refused.exit_code == 2
+    assert "a directory with server.curve beside client.curve" in refused.output
+    assert json.loads(client_file.read_text()) == second
+
+    client_file.unlink()
+    server_file.write_text("{}")
+    assert typed(tmp_path, "creds", "curve").exit_code == 1
+    assert server_file.read_text() == "{}"
 
 
 def test_nats_config_prints_the_servers_file(tmp_path: Path) -> None:

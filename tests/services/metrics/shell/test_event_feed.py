@@ -135,6 +135,9 @@ async def test_a_feed_is_of_what_was_asked_for(
         ("?kind=lost", {}),
         ("", {"last-event-id": "x"}),
         ("?since=99999999999999999999d", {}),
+        ("?since=%2399999999999999999999", {}),
+        ("?since=%23" + "9" * 5000, {}),
+        ("?since=0001-01-01T00:00:00%2B14:00", {}),
     ],
 )
 async def test_bad_questions(
