@@ -28,7 +28,7 @@ does at once, at 0.3 µs a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
@@ -66,6 +66,11 @@ class Chains:
         if block in self._heads or block in self._segment_by_block:
             return True
         return bool(self._unindexed) and self._segment_of(block) is not None
+
+    def among(self, blocks: Set[bytes]) -> Set[bytes]:
+        """Return those of some blocks that are held."""
+        self.index_some(NO_LIMIT)
+        return self._segment_by_block.among(blocks)
 
     def begins_with(self, block: bytes) -> bool:
         """Return whether a block is the first of its segment. A namespace's first always is."""
@@ -206,10 +211,8 @@ class Chains:
                 self.discard(block)
 
     def _discard_inner(self, block: bytes) -> None:
-        found = self._find(block)
-        if found is not None:
-            segment, at = found
-            end = at + HASH_BYTES
+        if (found := self._find(block)) is not None:
+            segment, end = found[0], found[1] + HASH_BYTES
             inner = end < len(segment.blocks)  # Always, unless the source is broken.
             self._cut_end(self._split(segment, end) if inner else segment, HASH_BYTES)
 
@@ -303,16 +306,14 @@ class Chains:
                 self._children.pop(segment.parent, None)
 
     def _segment_of(self, block: bytes) -> Segment | None:
-        found = self._segment_by_block.get(block)
-        if found is None and self._unindexed:
+        if (found := self._segment_by_block.get(block)) is None and self._unindexed:
             self.index_some(NO_LIMIT)
             found = self._segment_by_block.get(block)
         return found
 
     def _find(self, block: bytes) -> tuple[Segment, int] | None:
         """Return the segment of a block, and its offset there in bytes."""
-        segment = self._segment_of(block)
-        if segment is None:
+        if (segment := self._segment_of(block)) is None:
             return None
         at = segment.find(block)
         return (segment, at) if at >= 0 else None
@@ -361,8 +362,7 @@ class Chains:
             return 0
         if asked[start] in self._heads:
             return self._walk(asked, start)
-        found = self._find(asked[start])
-        if found is None:
+        if (found := self._find(asked[start])) is None:
             return 0
         segment, at = found
         # A copy that begins at the block asked for: `common` compares from a head on.

@@ -118,6 +118,14 @@ class Holdings:
         """Return the holders that have a block, sorted."""
         return sorted(Holder(*holder) for holder, has in self._chains.items() if block in has)
 
+    def holders_of_each(self, blocks: Sequence[SequenceHash]) -> list[list[HolderTuple]]:
+        """Return the holders of each of some blocks, in no order."""
+        found: dict[bytes, list[HolderTuple]] = {block: [] for block in blocks}
+        for holder, chains in self._chains.items():
+            for block in chains.among(found.keys()):
+                found[block].append(holder)
+        return [found[block] for block in blocks]
+
     def by_host(self, hosts: Collection[str]) -> dict[str, list[tuple[Holder, Chains]]]:
         """Return all holders of some hosts and their chains, sorted, by host."""
         found: dict[str, list[tuple[Holder, Chains]]] = {host: [] for host in hosts}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
@@ -33,6 +33,8 @@ from kvbm_index.core.routes import Prices, peer_parts, ranked
 from kvbm_index.core.scores import Part, scores
 
 EVERYTHING = DumpRequest()
+LOOKS_MAX = 65_536
+"""How often a block is looked for at a holder before other work has a turn: about 10 ms."""
 STORY_EVENTS_MAX = 512
 """Applied events that are remembered for stories. More of them would push each other, and the
 holdings, out of the processor's caches."""
@@ -111,9 +113,19 @@ class Queries:
         """Return which parts of `hashes` host tiers have."""
         return peer_parts(self._holdings, hashes)
 
-    def holders_of(self, hashes: Sequence[SequenceHash]) -> list[list[Holder]]:
-        """Return the holders of each of some blocks."""
-        return [self._holdings.holders_of(block) for block in hashes]
+    def holders_of(self, hashes: Sequence[SequenceHash]) -> Iterator[list[Holder]]:
+        """Yield the holders of each of some blocks, sorted; other work may have a turn between.
+
+        The holders of a block are those of one moment, so that a block is found which moves from
+        one to another. Those of the next block may be of a later moment.
+        """
+        end = 0
+        while end < len(hashes):
+            start, holders = end, max(1, self._holdings.holder_count)
+            end = min(len(hashes), start + max(1, LOOKS_MAX // holders))
+            assert start < end, f"{holders} holders leave no room for a block"
+            for found in self._holdings.holders_of_each(hashes[start:end]):
+                yield sorted(Holder(*holder) for holder in found)
 
     def dump(self, request: DumpRequest = EVERYTHING) -> DumpReply:
         """Return a page of what is held, or all of it where that is little.

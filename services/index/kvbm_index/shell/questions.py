@@ -25,7 +25,10 @@ from kvbm_common.wire.scores import (
 from kvbm_common.wire.verbs import DumpRequest, MatchReply, MatchRequest
 
 from kvbm_index.core.core import IndexCore
-from kvbm_index.core.requests import decoded, encoded, hashes_of
+from kvbm_index.core.requests import ReplyTooLarge, decoded, encoded, hashes_of
+
+WHERE_HOLDERS_MAX = 200_000
+"""Holders in one answer; more do not fit in a message, whose JSON has 50 bytes for each."""
 
 _match_request: JsonCodec[MatchRequest] = JsonCodec(MatchRequest)
 _dump_request: JsonCodec[DumpRequest] = JsonCodec(DumpRequest)
@@ -82,13 +85,20 @@ class Questions:
         return encoded(ScoreReply(asked=len(hashes), scores=scores))
 
     async def where(self, payload: bytes) -> bytes:
-        """Answer who has each of some blocks."""
+        """Answer who has each of some blocks, with a turn for other work after each.
+
+        Raises BadRequest, ReplyTooLarge.
+        """
         request = decoded(_where_request, payload)
         hashes = hashes_of(MatchRequest(hashes=request.hashes))
-        blocks = [
-            BlockHolders(hash=name, holders=[BlockHolder(**one._asdict()) for one in holders])
-            for name, holders in zip(request.hashes, self._core.holders_of(hashes), strict=True)
-        ]
+        blocks, count = [], 0
+        for name, holders in zip(request.hashes, self._core.holders_of(hashes), strict=True):
+            count += len(holders)
+            if count > WHERE_HOLDERS_MAX:
+                raise ReplyTooLarge(f"more than {WHERE_HOLDERS_MAX} holders; ask for fewer blocks")
+            said = [BlockHolder(**one._asdict()) for one in holders]
+            blocks.append(BlockHolders(hash=name, holders=said))
+            await asyncio.sleep(0)
         return encoded(WhereReply(blocks=blocks))
 
     async def dump(self, payload: bytes) -> bytes:

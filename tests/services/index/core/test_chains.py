@@ -70,6 +70,8 @@ class Pair:
         """Equal blocks, and equal parts of chains from every start to every end."""
         self.chains.check()
         assert set(self.chains) == {block(number) for number in self.held}
+        everything = {block(number) for number in PARENTS}
+        assert self.chains.among(everything) == set(self.chains)
         for end in PARENTS:
             asked = chain_to(end)
             for start in range(len(asked) if self.anywhere else 1):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.wire.events import Cleared, Event, Stored, Tier
+from kvbm_index.core import queries
 from kvbm_index.core.messages import EventsReceived, Holder
 from kvbm_index.core.scores import blocks_by_tier
 
@@ -121,4 +122,25 @@ def test_who_has_a_block_whatever_is_before_it() -> None:
     harness.send(EventsReceived((*held([5], source="e"), *held([5, 6], tier="disk"))))
     disk = Holder("h", "disk-tier-0", "disk", 0, 0)
     engine = Holder("h", "e", "device", 0, 0)
-    assert harness.core.holders_of(blocks(5, 6, 7)) == [[disk, engine], [disk], []]
+    found = harness.core.holders_of(blocks(5, 6, 7, 5))
+    assert list(found) == [[disk, engine], [disk], [], [disk, engine]]
+
+
+def test_who_has_a_block_may_change_between_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: each block's holders are those of one moment, however the tables change between.
+
+    1. Two blocks a turn: the first two are looked for. 2. The disk has a block more, the engine
+    has none any more: the second block is of before, the third and fourth of now.
+    """
+    harness = Harness()
+    harness.send(EventsReceived((*held([5, 6, 7], source="e"), *held([5], tier="disk"))))
+    disk = Holder("h", "disk-tier-0", "disk", 0, 0)
+    engine = Holder("h", "e", "device", 0, 0)
+    monkeypatch.setattr(queries, "LOOKS_MAX", 4)
+    found = harness.core.holders_of(blocks(5, 6, 7, 5))
+    assert next(found) == [disk, engine]
+    more = Stored(host="h", source="disk-tier-0", tier="disk", epoch=1, seq=3, ts_ms=0,
+                  namespace=NAMESPACE, runs=runs([7]))  # fmt: skip
+    gone = Cleared(host="h", source="e", tier="device", epoch=1, seq=3, ts_ms=0)
+    harness.send(EventsReceived((more, gone)))
+    assert list(found) == [[engine], [disk], [disk]]

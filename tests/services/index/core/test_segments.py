@@ -31,6 +31,8 @@ def test_it_is_a_dict_before_and_after_it_was_divided(steps: list[tuple[str, lis
                     truth.pop(block, None)
             assert len(found) == len(truth)
             assert {block: found.get(block) for block in found} == truth
+            asked = set(named([0, 1, 2, 399]))
+            assert found.among(asked) == truth.keys() & asked
             assert all((block in found) == (block in truth) for block in named([0, 1, 399]))
     finally:
         segments.WHOLE_MAX = large_before
