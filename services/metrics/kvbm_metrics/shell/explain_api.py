@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.explain import (
     LIST_MAX,
@@ -28,7 +29,7 @@ from kvbm_metrics.core.explain_models import (
 from kvbm_metrics.shell import operations
 from kvbm_metrics.shell.access import may_read
 from kvbm_metrics.shell.admin_api import ASKS
-from kvbm_metrics.shell.fleet import Fleet
+from kvbm_metrics.shell.fleet import OPERATOR_DEADLINE_S, Fleet
 from kvbm_metrics.shell.state import ApiOf
 
 STEPS_MAX = 32
@@ -61,17 +62,23 @@ async def explain_list(
     request = ExplainListRequest(
         limit=limit, reason=reason or "", engine=engine or "", missed=missed
     )
-    found: list[ExplainedView] = []
     silent: list[str] = []
-    for record in await _host_tiers(api.fleet):
+
+    async def of(record: ServiceRecord) -> list[ExplainedView]:
+        """Ask one tier; all of them have the same deadline, however many questions it takes."""
         try:
-            listed = await _listed(api.fleet, record, request)
-        except KvbmError as error:
-            silent.append(f"{record.key}: {error.code}")
-            continue
-        found += [explained_view(one, _where(record)) for one in listed]
+            async with asyncio.timeout(OPERATOR_DEADLINE_S):
+                listed = await _listed(api.fleet, record, request)
+        except (KvbmError, TimeoutError) as error:
+            code = error.code if isinstance(error, KvbmError) else DeadlineExceeded.code
+            silent.append(f"{record.key}: {code}")
+            return []
+        return [explained_view(one, _where(record)) for one in listed]
+
+    views = await asyncio.gather(*map(of, await _host_tiers(api.fleet)))
+    found = [one for listed in views for one in listed]
     found.sort(key=lambda one: one.ts_ms, reverse=True)  # Stable: a tier's own order stays.
-    return ExplainListView(requests=found[:limit], silent=silent)
+    return ExplainListView(requests=found[:limit], silent=sorted(silent))
 
 
 @router.get("/explain/{request_id:path}", tags=["explain"])

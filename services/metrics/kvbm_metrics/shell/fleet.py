@@ -265,7 +265,7 @@ class Fleet:
             payload = await self._bus.request(subject, question, deadline_s=self._deadline_s)
             return _Answer(codec.decode(payload), None)
         except KvbmError as error:
-            self._failures.labels(service=record.kind, verb=verb, code=error.code).inc()
+            self._failures.labels(service=record.kind, verb=verb, code=error.label).inc()
             return _Answer(None, error)
 
 

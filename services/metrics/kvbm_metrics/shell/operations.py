@@ -158,7 +158,8 @@ def resizing(
                 except KvbmError as error:
                     job.errors[record.key] = f"{error.code}: {error}"
                     break
-                more = reply.more
+                # Without progress the same step would be repeated without end.
+                more = reply.more and reply.evicted > 0
                 tally["evicted"] += reply.evicted
                 yield tally
             else:

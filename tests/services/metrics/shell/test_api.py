@@ -22,12 +22,14 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import ENGINE
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.explain import ExplainListReply, Explanation
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.routes import EngineLoad, RouteRequest
 from kvbm_common.wire.verbs import HolderMatch, MatchReply, MatchRequest, StatsReply
 from kvbm_metrics.core import models, route_models
 from kvbm_metrics.core.models import NamespaceQuery
 from kvbm_metrics.shell import api, exposition, problems
+from kvbm_metrics.shell import fleet as fleet_module
 from kvbm_metrics.shell.admission import BODY_BYTES_MAX
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.fleet import Fleet
@@ -213,10 +215,40 @@ async def test_those_who_do_not_answer_are_shown_as_down(world: World) -> None:
     }  # fmt: skip
     assert not any(one["ready"] for one in services.values())
     assert services["starting"]["reasons"] == ["not_ready: starting"]
-    codes = ("no_responder", "deadline_exceeded", "bad_message", "not_ready")
+    # The codes of instances are theirs to invent, and would be series without end.
+    codes = ("no_responder", "deadline_exceeded", "bad_message", "peer_failed")
     for code in codes:
         labels = {"service": "index", "verb": "stats", "code": code}
         assert world.counters.value("kvbm_fleet_failures_total", **labels) == 1, code
+
+
+async def test_host_tiers_explain_at_the_same_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: silent host tiers cost one deadline together, not one each.
+
+    Method: two answer when both have been asked; a third one says nothing.
+    """
+    monkeypatch.setattr(fleet_module, "OPERATOR_DEADLINE_S", 2.0)
+    asked = asyncio.Barrier(2)
+
+    async def explain(_payload: bytes) -> bytes:
+        await asked.wait()
+        said = Explanation(request="r", engine="e", ts_ms=1, blocks=1, hit_blocks=1, reason="",
+                           segments=[])  # fmt: skip
+        return msgspec.json.encode(ExplainListReply(requests=[said]))
+
+    async def hang(_payload: bytes) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    for host, answer in (("a", hang), ("b", explain), ("c", explain)):
+        await world.add(tier_stats("host-tier", used=1, total=4, host=host))
+        await world.bus.add_verbs("host-tier", "0", host, {"explain_list": answer})
+    async with world.client() as client:
+        said = (await client.get("/v1/explain")).json()
+    assert [one["host"] for one in said["requests"]] == ["b", "c"]
+    assert said["silent"] == ["host-tier.a.0: deadline_exceeded"]
 
 
 async def test_a_storm_of_requests_is_one_question(world: World) -> None:

@@ -1,0 +1,62 @@
+"""The steps of jobs, against instances that answer oddly."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import msgspec
+from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.wire.admin import RemoveReply, RemoveRequest, ResizeReply, ResizeRequest
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_metrics.shell.fleet import Fleet, Reply
+from kvbm_metrics.shell.jobs import Jobs, Work
+from kvbm_metrics.shell.operations import removing, resizing
+
+from tests.services.metrics.samples import record
+from tests.waiting import wait_until
+
+TIER = record("host-tier", host="h")
+
+
+class Stuck:
+    """A fleet of one tier, which wants to be asked again and does nothing."""
+
+    def __init__(self, reply: msgspec.Struct) -> None:
+        self.asked = 0
+        self._payload = msgspec.json.encode(reply)
+
+    async def ask_instance(
+        self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Answer the same each time."""
+        self.asked += 1
+        await asyncio.sleep(0)
+        return codec.decode(self._payload)
+
+
+async def ended(work: Work) -> dict[str, str]:
+    """Return the errors of a job that has come to its end."""
+    jobs = Jobs()
+    job = jobs.start("x", "ada", work)
+    try:
+        await wait_until(lambda: jobs.find(job.id).state != "running", deadline_s=2.0)
+    finally:
+        await jobs.close()
+    return jobs.find(job.id).errors
+
+
+async def test_a_resize_without_progress_ends() -> None:
+    """Goal: a tier of another release that says `more` and evicts nothing is not asked again."""
+    fleet = Stuck(ResizeReply(slots=5, was=5, capacity=8, more=True))
+    work = resizing(cast(Fleet, fleet), [TIER], "resize", ResizeRequest(slots=3, actor="ada"))
+    assert await ended(work) == {"host-tier.h.0": "in_use: 2 slots more are in use; ask again"}
+    assert fleet.asked == 1
+
+
+async def test_a_removal_without_progress_ends() -> None:
+    """Goal: the same of `evict`."""
+    fleet = Stuck(RemoveReply(removed=0, kept=4, missing=[], more=True))
+    request = RemoveRequest(everything=True, actor="ada")
+    assert await ended(removing(cast(Fleet, fleet), [TIER], "evict", request)) == {}
+    assert fleet.asked == 1
