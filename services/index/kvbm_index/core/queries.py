@@ -34,7 +34,7 @@ from kvbm_index.core.scores import Part, scores
 
 EVERYTHING = DumpRequest()
 LOOKS_MAX = 65_536
-"""How often a block is looked for at a holder before other work has a turn: about 10 ms."""
+"""How often a block is looked for at a holder before other work has a turn: about 20 ms."""
 STORY_EVENTS_MAX = 512
 """Applied events that are remembered for stories. More of them would push each other, and the
 holdings, out of the processor's caches."""

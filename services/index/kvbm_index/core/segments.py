@@ -110,7 +110,7 @@ class BlockLookup(Generic[T]):
         return self._parts[block[-1] & self._mask].get(block)
 
     def among(self, blocks: Set[bytes]) -> Set[bytes]:
-        """Return those of some blocks that have a value: of many at once it is 20 times cheaper."""
+        """Return those of some blocks that have a value: of many at once it is cheaper."""
         parts, mask = self._parts, self._mask
         assert len(parts) <= mask + 1, f"{len(parts)} parts, mask {mask}"
         if not mask:
