@@ -18,6 +18,7 @@ from kvbm_common.memory.huge_pages import make_huge, map_shared
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
 from kvbm_common.nixl.spans import Registration
 from kvbm_common.nixl.transfers import TransferFailed, TransferTimeout
+from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
@@ -28,6 +29,7 @@ from kvbm_disk_tier.shell.mover import (
     CALL_DEADLINE_S,
     WRITE_DEADLINE_S,
     DiskMover,
+    NotSettled,
     Put,
     Sums,
     left_s,
@@ -57,7 +59,8 @@ class BouncePool:
     async def lend(self, size: int, *, deadline_s: float) -> AsyncIterator[int]:
         """Lend so many bytes to one transfer as soon as they are free; raises TransferError.
 
-        Leave the context only when the transfer can touch them no more.
+        Leave the context only when the transfer can touch them no more, or by NotSettled: they
+        stay lent then, as they do where the transfer is cancelled.
         """
         if size > self.bytes:
             raise TransferFailed(f"{size} bytes at once: the pool has {self.bytes}")
@@ -69,12 +72,17 @@ class BouncePool:
                 self._lent[begin] = begin + size
         except TimeoutError as error:
             raise TransferTimeout("other blocks are being sealed or opened") from error
+        is_settled = True
         try:
             yield begin
+        except (NotSettled, asyncio.CancelledError):  # Late bytes may still come.
+            is_settled = False
+            raise
         finally:
-            del self._lent[begin]
-            async with self._given_back:
-                self._given_back.notify_all()
+            if is_settled:
+                del self._lent[begin]
+                async with self._given_back:
+                    self._given_back.notify_all()
 
     def _gap(self, size: int) -> int | None:
         """Return where the first run of so many bytes begins that is not lent; None: no run is."""
@@ -156,9 +164,9 @@ class SealedMover(DiskMover):
 
         getting = [self._get_part(arena, part, landed) for part in parts]
         got = await asyncio.gather(*getting, return_exceptions=True)
-        failed = next((one for one in got if isinstance(one, BaseException)), None)
-        if failed is not None:
-            raise failed
+        failed = [one for one in got if isinstance(one, BaseException)]
+        if failed:  # What must end this process comes before what fails a read.
+            raise next((one for one in failed if isinstance(one, NotSettled)), failed[0])
         ended = [one for one in got if not isinstance(one, BaseException)]
         seconds = max(moved.seconds for moved, _ in ended)
         whole = Transferred(sum(moved.bytes for moved, _ in ended), seconds)
@@ -179,6 +187,8 @@ class SealedMover(DiskMover):
                 for at, size, target, block in entries:
                     start = target * effect.unit_bytes
                     plain = arena.view(start, block.bytes)
+                    if monotonic_ms() >= effect.until_ms:
+                        raise TransferTimeout("the slots may hold other blocks by now")
                     opens = unseal(self._keys, block, pool.view(at, size), plain)
                     opened.append(sums_of([block], [arena.address + start])[0] if opens else None)
                 return tuple(opened)
