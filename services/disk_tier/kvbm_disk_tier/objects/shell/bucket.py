@@ -154,6 +154,8 @@ class Bucket:
             return await self._calls.run(lambda: self._run(call), deadline_s=CALL_DEADLINE_S)
         except TimeoutError as error:
             raise self._away(f"has not answered within {CALL_DEADLINE_S:g} s") from error
+        except OSError as error:  # There is no thread for it.
+            raise self._away(f"cannot be asked: {error}") from error
 
     def _run(self, call: Callable[[Any], T]) -> T:
         """Run a call with the client, in a thread; raises BucketError.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,7 +29,10 @@ class Calls:
         self._interrupt = interrupt
 
     async def run(self, call: Callable[[], T], *, deadline_s: float) -> T:
-        """Run a call in a thread; raises what it raises, and TimeoutError."""
+        """Run a call in a thread; raises what it raises, and TimeoutError.
+
+        Where no thread can be started, that is an OSError: a container has no process left.
+        """
         done: Future[T] = Future()
 
         def run() -> None:
@@ -46,9 +50,16 @@ class Calls:
             async with asyncio.timeout(deadline_s):
                 await self._turns.acquire()
                 done.set_running_or_notify_cancel()
-                thread.start()
+                self._start(thread)
                 return await asyncio.wrap_future(done)
         except TimeoutError:
             if self._interrupt is not None and thread.ident is not None and not done.done():
                 self._interrupt(thread.ident)
             raise
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._turns.release()
+            raise OSError(errno.EAGAIN, str(error)) from error
