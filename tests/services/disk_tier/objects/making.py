@@ -65,7 +65,8 @@ def make_medium(
     store: ObjectStore
     transport: Transport
     if isinstance(options, Path):
-        store = Directory(options, counted, listed_counter(counters).labels(kind="odd").inc)
+        listed = listed_counter(counters)
+        store = Directory(options, counted, lambda kind, count: listed.labels(kind=kind).inc(count))
         transport = FileTransport(options, LANES)
     else:
         store = Bucket(options, counted)

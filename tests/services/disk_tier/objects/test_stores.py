@@ -61,7 +61,7 @@ async def names(request: pytest.FixtureRequest, tmp_path: Path) -> Names:
     store: ObjectStore
     if request.param == "directory":
         where = tmp_path
-        store = Directory(tmp_path, lambda _kind, _ok: None, lambda _count: None)
+        store = Directory(tmp_path, lambda _kind, _ok: None, lambda _kind, _n: None)
     else:
         found: S3Server = request.getfixturevalue(request.param)
         server, where = found, found.make_bucket()

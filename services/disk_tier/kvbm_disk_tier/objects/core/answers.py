@@ -32,6 +32,8 @@ class Page:
     more: bool
     last_name: str = ""
     """What the next page is behind; empty: there is no name on this one."""
+    unread: str = ""
+    """Why something that has names was left out; empty: nothing was."""
 
 
 @dataclass(frozen=True, slots=True)

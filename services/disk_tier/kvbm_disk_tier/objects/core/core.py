@@ -82,8 +82,8 @@ class ObjectTierCore(DiskTierCore):
             case ObjectsListed(objects, number):
                 self.listing.listed(objects, number, now_ms)
                 self.pending.found(found.block.hash for found in objects)
-            case RangeListed(number):
-                self.listing.range_listed(number, now_ms)
+            case RangeListed(number, is_whole):
+                self.listing.range_listed(number, now_ms, is_whole=is_whole)
             case SlotsCompared(first, count):
                 self.listing.compared(first, count)
             case ListingEnded():

@@ -8,7 +8,8 @@ all ranges are listed, the slots are looked at, some at a time:
     what was here before the listing and was not named   is missing
 
 A block that is missing is gone: others have evicted it. But a store may err. Where many are missing
-at once, each is believed gone only when the next listing says the same.
+at once, each is believed gone only when the next listing says the same. Where a part of a range
+could not be read, nothing of that range is missing.
 
 Several hosts share a store without talking to each other, so whatever is deleted follows from the
 store alone: every host deletes the oldest, the expired, and of two objects of one block the one
@@ -92,6 +93,8 @@ class Listing:
         """A heap of what has found no slot; it gets those of what is gone."""
         self._listed_count = 0
         """Ranges that are listed to their end."""
+        self._unread: set[int] = set()
+        """Ranges in which something could not be read: nothing of them is missing."""
         self._named = array("I")
         """By slot, the last listing that has named its block."""
         self._missing = array("B")
@@ -116,6 +119,7 @@ class Listing:
         self._ranges, self._namespaces = event.ranges, event.namespaces
         self._youngest.clear()
         self._waiting.clear()
+        self._unread.clear()
         self._listed_count = 0
         slot_count = self._inventory.table.slot_count
         for column in (self._named, self._missing, self._known):
@@ -198,9 +202,11 @@ class Listing:
         self._inventory.journal.removed(outside)
         self._counts[f"evictions.{reason}"] += len(outside)
 
-    def range_listed(self, number: int, now_ms: int) -> None:
+    def range_listed(self, number: int, now_ms: int, *, is_whole: bool = True) -> None:
         """Give the free slots to what waits of a range, youngest first."""
         self._move("range")
+        if not is_whole:
+            self._unread.add(number)
         self._listed_count += 1
         assert self._listed_count <= self._ranges.count, f"range {number} was listed before"
         for entry in self._fill(self._youngest.pop(number, []), now_ms):
@@ -248,6 +254,8 @@ class Listing:
         """Tell whether a block was here when the slots were last looked at, and had to be named."""
         if self._known[slot] != self._inventory.table.generation(slot) + 1:
             return False
+        if self._unread and self._ranges.of(block.hash) in self._unread:
+            return False
         return self._namespaces is None or block.namespace in self._namespaces
 
     def ended(self) -> None:
@@ -289,6 +297,7 @@ class Listing:
         assert self._missed_again <= self._missed <= self._looked_for
         assert self._listed_count <= self._ranges.count
         assert len(self._waiting) <= WAITING_MAX
+        assert len(self._unread) <= self._listed_count
         assert len(self._named) == len(self._missing) == len(self._known)
 
 

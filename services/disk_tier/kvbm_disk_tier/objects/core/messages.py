@@ -41,6 +41,8 @@ class RangeListed:
     """A range is listed to its end: what it has not named of the table is not there."""
 
     number: int = 0
+    is_whole: bool = True
+    """False: something was left out that could not be read, so nothing of the range is missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 
 DIGITS = 3
-_NAME = re.compile(r"(?P<folder>(?:[^/]+/)*)(?P<file>[0-9a-f]{32}\.[^/]+)")
+_FILE = re.compile(r"[0-9a-f]{32}\.[^/]+")
+_NAME = re.compile(rf"(?P<folder>(?:[^/]+/)*)(?P<file>{_FILE.pattern})")
 _FOLDER = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 
 def path_of(name: str) -> str:
@@ -27,6 +29,20 @@ def path_of(name: str) -> str:
 def is_folder(name: str) -> bool:
     """Tell whether a directory is one of the folders by digits."""
     return _FOLDER.fullmatch(name) is not None
+
+
+def is_namespace(name: str) -> bool:
+    """Tell whether a directory is one of a namespace, which has folders by digits."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def is_object(name: str, digits: str) -> bool:
+    """Tell whether a file in the folder of some digits can be an object's.
+
+    Another name has no place in the order of names: `path_of` would put its file elsewhere.
+    """
+    assert is_folder(digits), f"{digits!r} are no folder's digits"
+    return name.startswith(digits) and _FILE.fullmatch(name) is not None
 
 
 def split_prefix(prefix: str) -> tuple[str, str]:

@@ -110,6 +110,8 @@ class Place:
     at: int = 0
     after: str = ""
     pages: int = 0
+    is_whole: bool = True
+    """No page has left out anything that could not be read."""
 
     @property
     def prefix(self) -> str:

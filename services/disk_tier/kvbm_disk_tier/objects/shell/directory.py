@@ -13,24 +13,19 @@ import os
 import re
 import secrets
 import time
-from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvbm_disk_tier.objects.core.answers import Listed, Page, age_ms, store_now_ms
-from kvbm_disk_tier.objects.core.paths import DIGITS, is_folder, path_of, split_prefix
+from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell.calls import Calls
+from kvbm_disk_tier.objects.shell.folders import UNFINISHED, Folders, Look
 from kvbm_disk_tier.objects.shell.object_store import PAGE_MAX, BucketError, BucketRefused
 
 MARK = "kvbm-store"
 """Names the file that says which store this is."""
 MARK_TEXT = re.compile(rb"[0-9a-f]{32}")
-UNFINISHED = ".unfinished-"
-"""Names of files that are being written begin with it."""
-UNFINISHED_MS = 3_600_000
-"""What is older was left by a host that has died."""
 CALL_DEADLINE_S = 10.0
 """A file server that takes longer for a folder is as good as away."""
 CHECK_S = 5.0
@@ -38,8 +33,6 @@ CHECK_S = 5.0
 TRIES = 2
 CLOCK_MS = 60_000
 """How long the difference to the file server's clock is believed."""
-FOLDERS_KEPT = 16
-"""Folders whose names are kept, while pages of them are asked for."""
 REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EROFS)
 
 T = TypeVar("T")
@@ -49,12 +42,15 @@ class Directory:
     """The names of one directory. Its methods belong to one event loop."""
 
     def __init__(
-        self, root: Path, counted: Callable[[str, bool], None], skipped: Callable[[int], None]
+        self,
+        root: Path,
+        counted: Callable[[str, bool], None],
+        skipped: Callable[[str, int], None],
     ) -> None:
         """Keep the root without a look at it.
 
-        `counted(kind, ok)` hears of every later call, and `skipped(count)` of what was found that
-        is neither a file nor a folder: a link, a pipe, a device.
+        `counted(kind, ok)` hears of every later call. `skipped(kind, count)` hears of what was left
+        out: `odd`, neither objects nor their folders, and `unread`, what could not be read.
         """
         self.where = f"directory {root}"
         self.check_s: float | None = CHECK_S
@@ -69,39 +65,57 @@ class Directory:
         self._ahead_ms = 0
         """How far the file server's clock is ahead of ours, as of `_clock_ms`."""
         self._clock_ms = 0
-        self._kept: OrderedDict[str, Sequence[str]] = OrderedDict()
-        """By directory, its names: a large one has many pages."""
-        self._odd: deque[int] = deque()
-        """Entries that threads have skipped, until the loop counts them."""
+        self._folders = Folders(root, self._now_ms)
 
     # --- the store --------------------------------------------------------------------------
 
     async def folders(self, prefix: str) -> list[str]:
         """Return the prefixes that go on to the next `/` below this one; raises BucketError."""
-
-        def folders() -> list[str]:
-            self._require_mark()
-            return [f"{prefix}{name}/" for name in self._names(self._root / prefix, files=False)]
-
-        return await self._call("list", folders)
+        return await self._look(lambda look: self._folders.namespaces(prefix, look))
 
     async def page(self, prefix: str, after: str) -> Page:
-        """Return a page of the names with this prefix, behind one; raises BucketError."""
+        """Return a page of the names with this prefix, behind one; raises BucketError.
 
-        def page() -> Page:
-            self._require_mark()
+        Single files and folders that cannot be read are left out, and the page says so.
+        """
+
+        def page(look: Look) -> Page:
             self._set_clock()
             found: list[Listed] = []
-            for name, path in self._names_behind(prefix, after):
-                if len(found) == PAGE_MAX:
-                    return Page(found, more=True, last_name=found[-1].name)
-                with contextlib.suppress(FileNotFoundError):  # Deleted meanwhile.
+            seen, last_name = 0, ""
+            for name, path in self._folders.names_behind(prefix, after, look):
+                if seen == PAGE_MAX:
+                    return Page(found, True, last_name, look.why)
+                seen, last_name = seen + 1, name
+                try:
                     status = path.stat()
-                    stored_ms = status.st_mtime_ns // 1_000_000
-                    found.append(Listed(name, status.st_size, age_ms(stored_ms, self._now_ms())))
-            return Page(found, more=False, last_name=found[-1].name if found else "")
+                except FileNotFoundError:  # Deleted meanwhile.
+                    continue
+                except OSError as error:
+                    look.failed(error)
+                    continue
+                stored_ms = status.st_mtime_ns // 1_000_000
+                found.append(Listed(name, status.st_size, age_ms(stored_ms, self._now_ms())))
+            return Page(found, False, last_name, look.why)
 
-        return await self._call("list", page)
+        return await self._look(page)
+
+    async def _look(self, call: Callable[[Look], T]) -> T:
+        """Make a call that looks for names, and count what it has left out."""
+
+        def look() -> tuple[T, Look]:
+            self._require_mark()
+            seen = Look()
+            result = call(seen)
+            if seen.unread:  # The store itself may be away.
+                self._require_mark()
+            return result, seen
+
+        result, seen = await self._call("list", look)
+        for kind, count in (("odd", seen.odd), ("unread", seen.unread)):
+            if count:
+                self._skipped(kind, count)
+        return result
 
     async def size(self, name: str) -> int | None:
         """Return the size of an object; None: no such object. Raises BucketError."""
@@ -206,81 +220,6 @@ class Directory:
     def _now_ms(self) -> int:
         return time.time_ns() // 1_000_000 + self._ahead_ms
 
-    # --- names ------------------------------------------------------------------------------
-
-    def _names_behind(self, prefix: str, after: str) -> Iterator[tuple[str, Path]]:
-        """Yield the names with a prefix behind one, in order, and their files."""
-        folder, digits = split_prefix(prefix)
-        if len(digits) < DIGITS:
-            yield from self._walk(folder, prefix, after)
-        else:  # One folder has them all.
-            yield from self._files(folder, digits[:DIGITS], prefix, after)
-
-    def _walk(self, folder: str, prefix: str, after: str) -> Iterator[tuple[str, Path]]:
-        is_fresh = not after.startswith(folder)
-        for name in self._entries(self._root / folder, files=False, fresh=is_fresh):
-            below = f"{folder}{name}" if is_folder(name) else f"{folder}{name}/"
-            if not (below.startswith(prefix) or prefix.startswith(below)):
-                continue
-            if after > below and not after.startswith(below):
-                continue
-            if is_folder(name):
-                yield from self._files(folder, name, prefix, after)
-            else:
-                yield from self._walk(below, prefix, after)
-
-    def _files(
-        self, folder: str, digits: str, prefix: str, after: str
-    ) -> Iterator[tuple[str, Path]]:
-        path = self._root / folder / digits
-        is_fresh = not after.startswith(f"{folder}{digits}")
-        names = self._entries(path, files=True, fresh=is_fresh)
-        first = 0 if is_fresh else bisect_right(names, after.removeprefix(folder))
-        for name in names[first:]:
-            if self._is_unfinished(path, name):
-                continue
-            if f"{folder}{name}".startswith(prefix):
-                yield f"{folder}{name}", path / name
-
-    def _entries(self, path: Path, *, files: bool, fresh: bool) -> Sequence[str]:
-        """Return the names in a directory, as they were when its first page was asked for."""
-        key = str(path)
-        names = None if fresh else self._kept.get(key)
-        if names is None:
-            names = self._kept[key] = self._names(path, files=files)
-            with contextlib.suppress(KeyError):  # Other threads do so, too.
-                while len(self._kept) > FOLDERS_KEPT:
-                    self._kept.popitem(last=False)
-        return names
-
-    def _names(self, path: Path, *, files: bool) -> list[str]:
-        """Return the names of the files in a directory, or of its directories, in order.
-
-        Links are neither: one that points at a folder above it would never end.
-        """
-        found: list[str] = []
-        odd = 0
-        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
-            for one in entries:
-                is_file = one.is_file(follow_symlinks=False)
-                if not (is_file or one.is_dir(follow_symlinks=False)):
-                    odd += 1
-                elif is_file == files:
-                    found.append(one.name)
-        if odd:
-            self._odd.append(odd)
-        return sorted(found)
-
-    def _is_unfinished(self, path: Path, name: str) -> bool:
-        """Tell whether a file is being written, and remove it if its writer has died."""
-        if not name.startswith(UNFINISHED):
-            return False
-        with contextlib.suppress(OSError):
-            stored_ms = (path / name).stat().st_mtime_ns // 1_000_000
-            if age_ms(stored_ms, self._now_ms()) > UNFINISHED_MS:
-                (path / name).unlink()
-        return True
-
     # --- calls ------------------------------------------------------------------------------
 
     async def _call(self, kind: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
@@ -293,8 +232,6 @@ class Directory:
                     raise
             else:
                 self._counted(kind, True)
-                while self._odd:
-                    self._skipped(self._odd.popleft())
                 return result
         raise AssertionError("the last try returns or raises")
 

@@ -24,7 +24,8 @@ from kvbm_common.nixl.spans import Registration, Spans
 from kvbm_common.nixl.transfers import TransferFailed, Transferred, TransferTimeout
 
 from kvbm_disk_tier.objects.core.paths import path_of
-from kvbm_disk_tier.objects.shell.directory import MARK, UNFINISHED
+from kvbm_disk_tier.objects.shell.directory import MARK
+from kvbm_disk_tier.objects.shell.folders import UNFINISHED
 from kvbm_disk_tier.shell.allocation import write_at
 
 
@@ -126,7 +127,7 @@ def _view(memory: Spans) -> memoryview:
 
 
 def _read(path: Path, view: memoryview) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # A pipe holds up nothing.
     try:
         done = 0
         while done < len(view) and (count := os.preadv(fd, [view[done:]], done)):

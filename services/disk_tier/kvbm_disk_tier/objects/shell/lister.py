@@ -115,7 +115,7 @@ class Lister:
         while (place := progress.begin()) is not None:
             while not await self._list_page(loop, progress, place):
                 await self._doors.wait_deletes()
-            await self._tell(loop, RangeListed(place.number))
+            await self._tell(loop, RangeListed(place.number, place.is_whole))
 
     async def _list_page(self, loop: Loop, progress: Progress, place: Place) -> bool:
         """Take the next page of a range; True: it was the last one."""
@@ -125,6 +125,9 @@ class Lister:
             lambda: self._store.page(place.prefix, place.after),
             lambda: progress.failed(place),
         )
+        if page.unread:
+            place.is_whole = False
+            self._log.warning("unread", f"names of {place.prefix} were left out: {page.unread}")
         for objects in self._blocks(page.objects):
             await self._tell(loop, ObjectsListed(objects, place.number))
         return progress.page(

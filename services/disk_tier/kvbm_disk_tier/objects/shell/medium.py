@@ -387,11 +387,11 @@ def requests_counter(counters: Metrics) -> Counter:
 
 
 def listed_counter(counters: Metrics) -> Counter:
-    """Return the counter of what listings name; a directory counts what is odd in it."""
+    """Return the counter of what listings name, and of what a directory leaves out."""
     return counters.counter(
         "kvbm_object_listed_total",
-        "Objects named by listings: ours, foreign, or of a wrong size; odd: neither file nor "
-        "folder, each time its folder is read.",
+        "Objects named by listings: ours, foreign, or of a wrong size. Left out of a directory, "
+        "each time: odd, neither objects nor their folders; unread: they cannot be read.",
         labels=("kind",),
     )
 

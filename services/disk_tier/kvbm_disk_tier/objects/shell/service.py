@@ -90,8 +90,9 @@ def make_medium(context: ServiceContext) -> ObjectMedium:
     store: ObjectStore
     transport: Transport
     if directory is not None:
+        listed = listed_counter(context.counters)
         store = Directory(
-            directory, counted, listed_counter(context.counters).labels(kind="odd").inc
+            directory, counted, lambda kind, count: listed.labels(kind=kind).inc(count)
         )
         transport = FileTransport(directory, lanes)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
@@ -120,7 +121,9 @@ class Bucket:
         """What the bucket holds."""
         return sorted(numbers(self.objects))
 
-    def list(self, *, page: int = 2, complete: bool = True, digits: int = 0) -> None:
+    def list(
+        self, *, page: int = 2, complete: bool = True, digits: int = 0, is_whole: bool = True
+    ) -> None:
         """One listing, in the order of the names."""
         ranges = Ranges(digits)
         self.step(ListingBegun(ranges))
@@ -133,7 +136,7 @@ class Bucket:
             for start in range(0, len(mine), page):
                 self.step(ObjectsListed(tuple(mine[start : start + page]), number))
             if complete:
-                self.step(RangeListed(number))
+                self.step(RangeListed(number, is_whole))
         if complete:
             self.compare()
         else:
@@ -182,6 +185,33 @@ def test_what_others_have_deleted_is_gone_after_a_complete_listing_only() -> Non
     bucket.list()
     assert bucket.here() == [1, 3]
     assert bucket.core.counts["evictions.gone"] == 1
+
+
+def test_what_a_listing_could_not_read_is_not_gone() -> None:
+    """One that has left out a folder proves nothing of its range."""
+    bucket = Bucket()
+    bucket.put(1, 2, 3)
+    bucket.list()
+    del bucket.objects[block(2)]
+    for _ in range(3):
+        bucket.list(is_whole=False)
+        assert bucket.here() == [1, 2, 3]
+    bucket.list()
+    assert bucket.here() == [1, 3]
+
+
+def test_what_a_listing_could_not_read_is_not_missed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many are missing, two listings must miss them that have read all."""
+    monkeypatch.setattr("kvbm_disk_tier.objects.core.listing.DOUBTED_MIN", 0)
+    bucket = Bucket()
+    bucket.put(1, 2)
+    bucket.list()
+    bucket.objects.clear()
+    for is_whole in (False, True):
+        bucket.list(is_whole=is_whole)
+        assert bucket.here() == [1, 2]
+    bucket.list()
+    assert bucket.here() == []
 
 
 def test_a_block_that_was_stored_during_a_listing_is_not_gone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -23,21 +24,28 @@ from kvbm_disk_tier.core.messages import (
     Written,
 )
 from kvbm_disk_tier.objects.core import bucket_health
-from kvbm_disk_tier.objects.core.messages import ListingEnded, ListingStalled, ObjectsListed
+from kvbm_disk_tier.objects.core.messages import (
+    ListingEnded,
+    ListingStalled,
+    ObjectsListed,
+    RangeListed,
+)
+from kvbm_disk_tier.objects.core.names import Names
 from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell import directory as directory_module
 from kvbm_disk_tier.objects.shell import file_transport
 from kvbm_disk_tier.objects.shell import lister as lister_module
-from kvbm_disk_tier.objects.shell.directory import UNFINISHED, UNFINISHED_MS
+from kvbm_disk_tier.objects.shell.folders import UNFINISHED, UNFINISHED_MS
 from kvbm_disk_tier.objects.shell.medium import ObjectMedium
 
-from tests.services.disk_tier.mediums import Place, arena
+from tests.services.disk_tier.mediums import Inbox, Place, arena
 from tests.services.disk_tier.objects.making import LANES, PARTS, listed_of, make_medium, running
 from tests.services.disk_tier.shell.test_service import remount
 from tests.small_tmpfs import fill, small_tmpfs
 from tests.waiting import wait_until
 
 MIB = 1 << 20
+SPACE = "ab" * 32
 
 
 @pytest.fixture(autouse=True)
@@ -156,12 +164,16 @@ async def test_what_a_dead_host_has_left_unfinished_is_removed(place: Place, sha
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), ""),
         (lambda path: path.write_bytes(bytes(5000)), "corrupt"),
         (lambda path: path.unlink(), "gone"),
+        (lambda path: pipe(path), "corrupt"),
     ],
 )
 async def test_a_damaged_file_is_a_miss(
     place: Place, shared: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
-    """Empty, short, of other bytes, gone; one that is too long has the right bytes in front."""
+    """Empty, short, of other bytes, gone; one that is too long has the right bytes in front.
+
+    A pipe in its place used to keep a thread for good.
+    """
     await place.medium.write(place.writing({0: place.fill(0, 10)}))
     damage(file_of(place, shared))
     assert (await read(place)).reasons == (reason,)
@@ -287,6 +299,88 @@ async def test_what_is_neither_file_nor_folder_is_skipped_and_counted(
         assert not inbox.of(ListingStalled)
     assert listed_of(_medium(place), "odd") >= 1
     assert listed_of(_medium(place), "foreign") == 0
+
+
+def put_files(shared: Path, *paths: str) -> None:
+    """Have files of 16 bytes in folders of one namespace: the paths are those below it."""
+    for path in paths:
+        file = shared / "kv/v2" / SPACE / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(16))
+
+
+def object_of(digits: str, number: int) -> str:
+    """The path of an object that `put_files` makes."""
+    return f"{digits}/{digits}{number:029x}.{'0' * 32}.16.1.{'0' * 16}"
+
+
+OBJECTS = [object_of("000", 0), *(object_of("111", number) for number in range(3))]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "000/zzz",
+        "111/.nfs0001",
+        "111/README~",
+        f"111/222{0:029x}.x",
+        f"11/11{0:030x}.x",
+        f"111-/111-/111{0:029x}.x",
+        f"../000/000{0:029x}.x",
+        f"../{'ab' * 31}-/000/000{0:029x}.x",
+    ],
+)
+@pytest.mark.parametrize("page", [1, 2, 3])
+async def test_a_listing_goes_on_behind_what_has_an_odd_name(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, odd: str, page: int
+) -> None:
+    """It ended the service, or hid the folders behind it, where it was the last of a page."""
+    monkeypatch.setattr(directory_module, "PAGE_MAX", page)
+    put_files(shared, *OBJECTS, odd)
+    medium = make_medium(shared, Metrics())
+    assert isinstance(await medium.open(0), StoreOpened)
+    async with running(medium) as inbox:
+        await wait_until(lambda: inbox.of(ListingEnded))
+        assert names_of(inbox) == OBJECTS
+    assert listed_of(medium, "odd") > 0
+    medium.close()
+
+
+def names_of(inbox: Inbox) -> list[str]:
+    """The paths of what listings have named."""
+    blocks = [one.block for page in inbox.of(ObjectsListed) for one in page.objects]
+    names = [Names("kv").name_of(block) for block in blocks]
+    return [path_of(name).removeprefix(f"kv/v2/{SPACE}/") for name in names]
+
+
+@pytest.mark.parametrize("failing", ["os.scandir", "pathlib.Path.stat"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+async def test_what_cannot_be_read_is_left_out_of_a_listing(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, failing: str, number: int
+) -> None:
+    """One folder or file took the whole store down, again and again."""
+    put_files(shared, *OBJECTS)
+    call = os.scandir if failing == "os.scandir" else Path.stat
+
+    def fail(path: Any, **named: Any) -> Any:
+        if Path(path).name[:3] == "111":
+            raise OSError(number, os.strerror(number))
+        return call(path, **named)
+
+    monkeypatch.setattr(failing, fail)
+    medium = make_medium(shared, Metrics(), list_s=0.05)
+    assert isinstance(await medium.open(0), StoreOpened)
+    async with running(medium) as inbox:
+        await wait_until(lambda: len(inbox.of(ListingEnded)) > 3)
+        assert set(names_of(inbox)) == {OBJECTS[0]}
+        assert not inbox.of(ListingStalled)
+        assert not inbox.of(StoreDown)
+        assert not any(one.is_whole for one in inbox.of(RangeListed))
+        assert listed_of(medium, "unread") > 0
+        monkeypatch.undo()
+        await wait_until(lambda: inbox.of(RangeListed)[-1].is_whole)
+        assert set(names_of(inbox)) == set(OBJECTS)
+    medium.close()
 
 
 async def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
