@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvbm_disk_tier.objects.core.answers import Listed, Page, age_ms, store_now_ms
+from kvbm_common.runtime.loop import monotonic_ms
+
+from kvbm_disk_tier.objects.core.answers import Listed, Page, age_ms
 from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell.calls import Calls
 from kvbm_disk_tier.objects.shell.folders import UNFINISHED, Folders, Look
@@ -62,9 +64,9 @@ class Directory:
         """What the mark has said when the store was opened."""
         self._mark_path = self._clock_path = root
         """The mark, and a file that is touched to learn what time it is there; once opened."""
-        self._ahead_ms = 0
-        """How far the file server's clock is ahead of ours, as of `_clock_ms`."""
-        self._clock_ms = 0
+        self._ahead_ms = time.time_ns() // 1_000_000 - monotonic_ms()
+        """How far the file server's clock is ahead of ours, which has another beginning."""
+        self._believed_until_ms = 0
         self._folders = Folders(root, self._now_ms)
 
     # --- the store --------------------------------------------------------------------------
@@ -205,20 +207,22 @@ class Directory:
     # --- the clock --------------------------------------------------------------------------
 
     def _set_clock(self) -> None:
-        """Learn what time it is on the file server: it stamps the files, and tells their ages."""
-        own_ms = time.time_ns() // 1_000_000
-        if 0 <= own_ms - self._clock_ms < CLOCK_MS:
+        """Learn what time it is on the file server: it stamps the files, and tells their ages.
+
+        Ours may be wrong, and a block that is too old by it would be lost to every host.
+        """
+        own_ms = monotonic_ms()
+        if own_ms < self._believed_until_ms:
             return
         path = self._clock_path
         with contextlib.suppress(OSError):  # A store that cannot be written to has its old files.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch()
-            theirs_ms = path.stat().st_mtime_ns // 1_000_000
-            self._ahead_ms = store_now_ms(theirs_ms, own_ms) - own_ms
-            self._clock_ms = own_ms
+            self._ahead_ms = path.stat().st_mtime_ns // 1_000_000 - own_ms
+            self._believed_until_ms = own_ms + CLOCK_MS
 
     def _now_ms(self) -> int:
-        return time.time_ns() // 1_000_000 + self._ahead_ms
+        return monotonic_ms() + self._ahead_ms
 
     # --- calls ------------------------------------------------------------------------------
 
@@ -253,14 +257,16 @@ class Directory:
 
 
 def _make_mark(path: Path) -> None:
-    """Mark a store, unless another host is faster."""
+    """Mark a store, unless another host is faster: it may have read its own mark by then."""
+    text = secrets.token_hex(16)
     fresh = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
-    fresh.write_text(secrets.token_hex(16), encoding="ascii")
+    fresh.write_text(text, encoding="ascii")
     try:
         os.link(fresh, path)
     except FileExistsError:
         pass
-    except OSError:  # A file system without links: the last one is believed.
-        fresh.replace(path)
+    except OSError:  # A file system without links.
+        with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as mark:
+            mark.write(text)
     finally:
         fresh.unlink(missing_ok=True)

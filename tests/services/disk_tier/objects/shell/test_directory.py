@@ -383,6 +383,46 @@ async def test_what_cannot_be_read_is_left_out_of_a_listing(
     medium.close()
 
 
+async def test_ages_are_told_by_the_file_server_however_wrong_our_clock_is(
+    place: Place, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was two hours ahead deleted what others had stored, or were about to store."""
+    await place.medium.write(place.writing({0: place.fill(0, 10)}))
+    other = file_of(place, shared).parent / f"{UNFINISHED}1"
+    other.write_bytes(b"half")
+    time_ns = time.time_ns
+    monkeypatch.setattr("time.time_ns", lambda: time_ns() + 7_200 * 10**9)
+    medium = make_medium(shared, Metrics())
+    assert isinstance(await medium.open(0), StoreOpened)
+    async with running(medium) as inbox:
+        await wait_until(lambda: inbox.of(ListingEnded))
+        (page,) = inbox.of(ObjectsListed)
+        assert page.objects[0].age_ms < 60_000
+    assert other.exists()
+    medium.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_mark_is_made_once_where_a_file_system_has_no_links(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """Another host may have made one meanwhile, and uses it: it was replaced."""
+    mark = shared / "kv/kvbm-store"
+
+    def link(*_: Any) -> None:
+        if not is_first:
+            mark.write_text("a" * 32)
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("os.link", link)
+    medium = make_medium(shared, Metrics())
+    assert isinstance(await medium.open(0), StoreOpened)
+    assert len(mark.read_text()) == 32
+    assert (mark.read_text() == "a" * 32) != is_first
+    assert [path.name for path in mark.parent.iterdir() if path.is_file()] == ["kvbm-store"]
+    medium.close()
+
+
 async def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     medium = make_medium(tmp_path / "missing", Metrics())
     failed = await medium.open(0)
