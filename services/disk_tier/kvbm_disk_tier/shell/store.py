@@ -242,6 +242,8 @@ class Store:
                 f"it has format {header.format}, and this release has format {FORMAT}; an empty "
                 "store takes its place as soon as an engine is attached"
             )
+        if header.damage:
+            return f"its header has {header.damage}"
         if header.cipher != self.options.cipher:
             return f"its cipher is {header.cipher or 'none'}, not {self.options.cipher or 'none'}"
         try:

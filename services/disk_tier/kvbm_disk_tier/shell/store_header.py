@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.layout import SLAB_BYTES_MAX, UNIT_BYTES, Layout
 
 from kvbm_disk_tier.shell.journal_file import sync_directory
 from kvbm_disk_tier.shell.own_files import open_own
@@ -37,6 +37,18 @@ class Header(msgspec.Struct, frozen=True):
     """How blocks are sealed; empty: they are not."""
     slab_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Slots of the first size in a slab; 0 in a store of one size."""
+
+    @property
+    def damage(self) -> str:
+        """Return which number no store has; empty: all of them may be right.
+
+        How long the file is says the rest.
+        """
+        if self.slot_bytes % UNIT_BYTES:
+            return f"slots of {self.slot_bytes} bytes"
+        if self.slab_slots * self.slot_bytes > max(SLAB_BYTES_MAX, self.slot_bytes):
+            return f"slabs of {self.slab_slots} slots"
+        return ""
 
     @property
     def layout(self) -> Layout:

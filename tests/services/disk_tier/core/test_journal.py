@@ -296,6 +296,13 @@ def test_a_rewritten_journal_replaces_the_old_one_and_is_appended_to(tmp_path: P
         (b'{"format":4,"slot_bytes":4096,"slot_count":4}', {}, "format 4"),
         (b'{"format":2,"slot_bytes":8192,"slot_count":2}', {}, "too short"),
         (b'{"format":2,"slot_bytes":0,"slot_count":4}', {}, "slot_bytes"),
+        (b'{"format":3,"slot_bytes":4092,"slot_count":4}', {}, "slots of 4092 bytes"),
+        (
+            b'{"format":3,"slot_bytes":4096,"slot_count":4,"slab_slots":1000000000000000000}',
+            {},
+            "slabs of 1000000000000000000 slots",
+        ),
+        (b'{"format":3,"slot_bytes":4096,"slot_count":4000000000000000000}', {}, "too short"),
         (b"\xff", {}, "store"),
         (b'{"format":2,"slot_bytes":4096,"slot_count":4}', {"capacity_bytes": 1}, "not one block"),
     ],
@@ -304,7 +311,7 @@ def test_a_store_of_another_kind_is_refused_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, header: bytes, changes: dict[str, object],
     reason: str,
 ) -> None:  # fmt: skip
-    """Another version, another size: its journal is not read, its files are left alone."""
+    """Another version, another size, damage: its journal is not read, its files are left alone."""
     store = Store(options(tmp_path))
     store.create(4096)
     store.append((committed(1, 0, 1),), commit=True)
