@@ -34,6 +34,7 @@ ARENA = Machine(
         (ArenaState.ASKED, "known"): ArenaState.MAPPED,
         (ArenaState.ASKED, "failed"): ArenaState.UNKNOWN,
         (ArenaState.ASKED, "left"): ArenaState.ASKED,
+        (ArenaState.ASKED, "known late"): ArenaState.UNKNOWN,
         (ArenaState.MAPPED, "ask"): ArenaState.RENEWING,
         (ArenaState.MAPPED, "left"): ArenaState.UNKNOWN,
         (ArenaState.RENEWING, "known"): ArenaState.MAPPED,
@@ -42,12 +43,14 @@ ARENA = Machine(
         (ArenaState.UNKNOWN, "known"): ArenaState.MAPPED,
         (ArenaState.UNKNOWN, "failed"): ArenaState.UNKNOWN,
         (ArenaState.UNKNOWN, "left"): ArenaState.UNKNOWN,
+        (ArenaState.UNKNOWN, "known late"): ArenaState.UNKNOWN,
         (ArenaState.MAPPED, "known"): ArenaState.MAPPED,
         (ArenaState.MAPPED, "failed"): ArenaState.MAPPED,
     },
 )
 MAPPED = (ArenaState.MAPPED, ArenaState.RENEWING)
 ASKED = (ArenaState.ASKED, ArenaState.RENEWING)
+NOT_GONE = -1
 UNCUT_MS = 5_000
 """How often a host tier without an engine is asked whether its arena is cut."""
 
@@ -62,6 +65,8 @@ class HostArena:
     """The host tier has joined and not left."""
     epoch: int = 0
     """The newest life that has been heard of."""
+    gone_epoch: int = NOT_GONE
+    """The life that has left, until another one is known."""
 
 
 class HostArenas:
@@ -87,7 +92,7 @@ class HostArenas:
         """Note that a host tier has joined, or lives a new life."""
         host = self._of(instance)
         host.is_there = True
-        host.epoch = max(host.epoch, epoch)
+        host.epoch, host.gone_epoch = max(host.epoch, epoch), NOT_GONE
         self._ask(host)
         assert host.state in ASKED, f"host tier {instance} is {host.state.name} when it joins"
 
@@ -96,7 +101,9 @@ class HostArenas:
         host = self._of(instance)
         host.is_there = False
         self._move(host, "left")
-        if self.mapped.pop(instance, None) is not None:
+        arena = self.mapped.pop(instance, None)
+        host.gone_epoch = host.epoch if arena is None else max(host.epoch, arena.epoch)
+        if arena is not None:
             self._emit(DropArena(instance))
             self.refit()
         assert host.state not in MAPPED, f"host tier {instance} left an arena behind"
@@ -106,14 +113,23 @@ class HostArenas:
         assert epoch not in self.usable, f"the arena of epoch {epoch} is usable"
         host = self._hosts.get(instance) or self._of(instance)
         host.epoch = max(host.epoch, epoch)
-        if self._wants(host):
+        if self._wants(host) and host.epoch > host.gone_epoch:
             self._ask(host)
 
     def known(self, arena: ArenaReply) -> None:
-        """Take an arena that is mapped. A snapshot tells what it held before we listened."""
+        """Take an arena that is mapped. A snapshot tells what it held before we listened.
+
+        That of a life that has left meanwhile is dropped: nothing else would unmap it.
+        """
         before = self.mapped.get(arena.instance)
         assert arena.slot_bytes >= 0
-        self._move(self._of(arena.instance), "known")
+        host = self._of(arena.instance)
+        if arena.epoch <= host.gone_epoch:
+            self._move(host, "known late")
+            self._emit(DropArena(arena.instance))
+            return
+        host.gone_epoch = NOT_GONE
+        self._move(host, "known")
         self.mapped[arena.instance] = arena
         self.refit()
         if before is None or before.epoch != arena.epoch or not before.slot_bytes:
@@ -209,4 +225,5 @@ class HostArenas:
         """Assert every invariant of the arenas."""
         for host in self._hosts.values():
             assert (host.state in MAPPED) == (host.instance in self.mapped), host
+            assert host.gone_epoch == NOT_GONE or host.state not in MAPPED, host
         assert set(self.usable) <= {arena.epoch for arena in self.mapped.values()}

@@ -43,9 +43,9 @@ from tests.services.disk_tier.helpers import (
 OTHER_EPOCH = 77
 
 
-def other(*, slot_bytes: int = SLOT_BYTES) -> ArenaReply:
+def other(*, epoch: int = OTHER_EPOCH, slot_bytes: int = SLOT_BYTES) -> ArenaReply:
     """The arena of host tier 1."""
-    reply = arena(epoch=OTHER_EPOCH, slot_bytes=slot_bytes)
+    reply = arena(epoch=epoch, slot_bytes=slot_bytes)
     return msgspec.structs.replace(reply, instance="1", path="/other")
 
 
@@ -111,6 +111,32 @@ def test_the_arena_of_who_is_gone_is_unmapped_and_the_other_s_is_not() -> None:
     assert set(disk.core.arenas.mapped) == {"0"}
     assert of(disk.host_stored(1), LeaseHost)
     assert of(disk.step(HostJoined("1")), AskArena) == [AskArena("1")]
+
+
+def test_an_arena_that_is_known_after_its_host_tier_has_left_is_unmapped() -> None:
+    """It stayed mapped, and its memory taken, until the disk tier ended."""
+    disk = TwoHosts()
+    disk.step(HostLeft("1"))
+    disk.step(HostJoined("1", OTHER_EPOCH))
+    disk.step(HostLeft("1"))
+    assert of(disk.step(ArenaKnown(other())), DropArena) == [DropArena("1")]
+    assert set(disk.core.arenas.mapped) == {"0"}
+    assert of(disk.step(HostJoined("1", OTHER_EPOCH)), AskArena) == [AskArena("1")]
+    disk.step(ArenaKnown(other()))
+    assert set(disk.core.arenas.mapped) == {"0", "1"}
+
+
+def test_a_life_that_has_left_is_not_asked_and_one_that_is_heard_of_is() -> None:
+    """Its last events come behind it; the next life's may come before the registry's word."""
+    disk = TwoHosts()
+    disk.step(HostJoined("1", OTHER_EPOCH))
+    disk.step(HostLeft("1"))
+    disk.step(ArenaKnown(other()))
+    assert not of(disk.second_stored(3), AskArena)
+    disk.second = Announcer(host="h", source="host-tier-1", tier="host", epoch=OTHER_EPOCH + 1)
+    assert of(disk.second_stored(4), AskArena) == [AskArena("1")]
+    assert not of(disk.step(ArenaKnown(other(epoch=OTHER_EPOCH + 1))), DropArena)
+    assert set(disk.core.arenas.mapped) == {"0", "1"}
 
 
 def test_what_waits_for_an_arena_holds_up_nobody() -> None:
