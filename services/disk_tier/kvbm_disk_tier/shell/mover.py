@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -94,18 +95,24 @@ class DiskMover:
         flies any more."""
         if epoch in self._arenas:
             return
-        arena = Arena.attach(path)
-        arena.populate()
-        known = self._mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
-        self.drop_arena(instance)
+        with ExitStack() as unless_kept:  # The core asks again: each failure would keep a mapping.
+            arena = unless_kept.enter_context(Arena.attach(path))
+            arena.populate()
+            known = self._mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
+            unless_kept.pop_all()
+        self._retire(instance)
         self._arenas[epoch], self._epochs[instance] = (arena, known), epoch
+        self._unmap_retired()
 
     def drop_arena(self, instance: str) -> None:
         """Drop the arena of a host tier that has left or begun a new life."""
+        self._retire(instance)
+        self._unmap_retired()
+
+    def _retire(self, instance: str) -> None:
         former = self._epochs.pop(instance, None)
         if former is not None:
             self._retired.append(self._arenas.pop(former))
-        self._unmap_retired()
 
     def _arena(self, epoch: int) -> Arena | None:
         found = self._arenas.get(epoch)

@@ -10,6 +10,7 @@ import pytest
 from kvbm_common.checksum import block_checksum
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread
+from kvbm_common.nixl.transfers import TransferFailed
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.layout import Layout
@@ -123,6 +124,22 @@ async def test_an_arena_is_mapped_once_in_its_life(mover: DiskMover, arenas: lis
     arenas[0].path.with_suffix(".away").rename(arenas[0].path)
     good = fill(arenas[0], 1, 7)
     assert await mover.write(WriteSlots(1, 1, (1,), (0,), (good,), SLOT_BYTES)) == Written(1)
+
+
+def test_an_arena_that_cannot_be_registered_is_not_kept_open(
+    mover: DiskMover, arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core asks again each second: each try kept a mapping and its descriptor."""
+
+    def refuse(*_: object) -> None:
+        raise TransferFailed("no memory to register")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(MoverThread, "register_memory", refuse)
+    for _ in range(3):
+        with pytest.raises(TransferFailed):
+            mover.use_arena(str(arenas[0].path), 1)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def writing(epoch: int, blocks: list[Block], *, first: int = 0) -> WriteSlots:

@@ -107,9 +107,11 @@ class ObjectMover:
         """Map the arena of another life; a copy out of the old one ends in its own mapping."""
         if reply.epoch in self._arenas:
             return
-        arena = Arena.attach(reply.path)
-        arena.populate()
-        self._lanes_for(max(reply.sizes, default=reply.slot_bytes))
+        with contextlib.ExitStack() as unless_kept:  # The core asks again after a failure.
+            arena = unless_kept.enter_context(Arena.attach(reply.path))
+            arena.populate()
+            self._lanes_for(max(reply.sizes, default=reply.slot_bytes))
+            unless_kept.pop_all()
         self.drop_arena(reply.instance)
         self._arenas[reply.epoch], self._epochs[reply.instance] = arena, reply.epoch
 
