@@ -102,10 +102,12 @@ WHOLE = Ranges()
 
 @dataclass(slots=True)
 class Place:
-    """Where a range goes on: which of its prefixes, and behind which name."""
+    """Where a range goes on: in which folder, and behind which name."""
 
     number: int
-    prefixes: Sequence[str]
+    folders: Sequence[str]
+    """Those of the listing, shared: there may be many, and many ranges."""
+    digits: str
     state: RangeState
     at: int = 0
     after: str = ""
@@ -116,7 +118,7 @@ class Place:
     @property
     def prefix(self) -> str:
         """Return the prefix of names that is being listed."""
-        return self.prefixes[self.at]
+        return f"{self.folders[self.at]}{self.digits}"
 
 
 class Progress:
@@ -128,11 +130,7 @@ class Progress:
         self.ranges = ranges
         self.pages = self.failures = self.objects = 0
         self._places = [
-            Place(
-                number,
-                tuple(f"{folder}{ranges.prefix(number)}" for folder in folders),
-                RANGE.next(None, "planned"),
-            )
+            Place(number, folders, ranges.prefix(number), RANGE.next(None, "planned"))
             for number in range(ranges.count)
         ]
         self._next = 0
@@ -172,7 +170,7 @@ class Progress:
             return False
         place.after = ""
         place.at += 1
-        ended = place.at == len(place.prefixes)
+        ended = place.at == len(place.folders)
         self._move(place, "last page" if ended else "page")
         return ended
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +85,21 @@ def test_whatever_fails_every_name_is_listed_once(
         progress.check()
     assert sorted(listed) == stored
     assert progress.objects == len(stored)
+
+
+def test_a_plan_takes_little_memory_however_many_folders_there_are() -> None:
+    """It had every prefix of every range: half a gigabyte for ten million objects."""
+    folders = [f"kv/v2/{number:064x}/" for number in range(500)]
+    tracemalloc.start()
+    try:
+        progress = Progress(Ranges(3), folders)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 4_000_000
+    place = progress.begin()
+    assert place is not None
+    assert place.prefix == f"{folders[0]}000"
 
 
 def test_a_range_that_is_listed_takes_no_more_pages() -> None:
