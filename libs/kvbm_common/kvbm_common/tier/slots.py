@@ -80,8 +80,9 @@ class SlotTable(SlotPins):
     def committed(self, slot: int) -> Block | None:
         """Return the block in a slot, pinned or not; None: none can be found there."""
         assert slot >= 0, f"slot {slot} would be counted from the end"
-        is_made = slot < len(self._block)
-        return self.block(slot) if is_made and self._block[slot] is not None else None
+        if slot >= len(self._block) or slot in self._discarded:
+            return None
+        return None if self._block[slot] is None else self.block(slot)
 
     # --- room -------------------------------------------------------------------------------
 

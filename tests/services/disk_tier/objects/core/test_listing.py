@@ -227,6 +227,20 @@ def test_a_block_that_was_stored_during_a_listing_is_not_gone() -> None:
     assert bucket.here() == [1]
 
 
+def test_a_block_that_was_discarded_while_it_was_read_is_not_lost_again() -> None:
+    """1. block 1 is read 2. it is lost 3. it is stored again, in another slot: that one stays."""
+    bucket = Bucket()
+    bucket.step(ArenaKnown(arena()))
+    bucket.put(1)
+    bucket.list()
+    assert one(fill(bucket, 1), ReadSlots).sources == (0,)
+    bucket.core.inventory.lose([(0, block(1))], "corrupt", 0)
+    bucket.step(Tick())
+    bucket.put(1)
+    bucket.list()
+    assert bucket.here() == [1]
+
+
 def test_a_bucket_beyond_its_capacity_loses_its_oldest_everywhere() -> None:
     """Two hosts that know different halves delete the same objects, not each the other's."""
     shared: dict[Block, int] = {}
