@@ -181,9 +181,11 @@ class EventSubscription:
                 continue
             message = self._arrived[0]
             # An event says where it stands; its headers need not be read to tell what it is.
-            if not is_event(message) and message.headers.get("Status") == CONTROL:
+            if not is_event(message):
                 self._arrived.popleft()
-                intact = await self._take_control(message)
+                # Other statuses tell of a consumer that has no more to say.
+                is_control = message.headers.get("Status") == CONTROL
+                intact = is_control and await self._take_control(message)
             else:
                 place = positions_of(message.reply)
                 if batch and self._whole and 0 < self._position < place[0] - 1:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 from kvbm_common.nats.bus import Bus, EventPublisher
 from kvbm_common.nats.embedded_server import NatsServer
@@ -77,6 +78,20 @@ async def test_deleted_consumer_is_made_again(bus: Bus) -> None:
         names = await call_api(bus, f"CONSUMER.NAMES.{EVENTS.name}")
         name = names.split(b'"consumers":["')[1].split(b'"')[0].decode()
         await call_api(bus, f"CONSUMER.DELETE.{EVENTS.name}.{name}")
+        put(publisher, 4, 6)
+        assert await read(subscription, 6) == [4, 5, 6]
+        assert subscription.recreated == 1
+
+
+async def test_what_is_no_event_makes_the_consumer_be_made_again(bus: Bus) -> None:
+    """Goal: a status that a later NATS may send ends no reader, and loses nothing."""
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+        put(publisher, 1, 3)
+        assert await read(subscription, 3) == [1, 2, 3]
+        listed = await call_api(bus, f"CONSUMER.LIST.{EVENTS.name}")
+        (consumer,) = msgspec.json.decode(listed)["consumers"]
+        inbox = consumer["config"]["deliver_subject"]
+        await bus.publish_raw(inbox, b"", headers={"Status": "409", "Description": "Shutdown"})
         put(publisher, 4, 6)
         assert await read(subscription, 6) == [4, 5, 6]
         assert subscription.recreated == 1
