@@ -49,6 +49,8 @@ ACK_DEADLINE_S = 3.0
 """An acknowledgement that takes longer is taken for lost."""
 SUBJECT = re.compile(r"[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*")
 """A subject that every server takes: no empty word, no wildcard, no blank."""
+EXCEEDS_MAX_MSG_SIZE = 10054
+"""nats-server's error code for a message that an operator's limit of the stream refuses."""
 NEW_CONNECTION = "new connection"
 """A reason to start again without an error."""
 
@@ -268,9 +270,7 @@ class EventPublisher:
             except BusUnavailable as error:
                 self._fail(str(error))
             except MessageTooLarge as error:
-                self._dropped.labels(reason="too_large").inc(entry.events)
-                self._log.warning("too_large", str(error))
-                self._acknowledge(entry.number)
+                self._drop_too_large(entry.number, str(error))
 
     def _on_acks(self, messages: list[RawMessage]) -> None:
         for message in messages:
@@ -283,11 +283,19 @@ class EventPublisher:
         try:
             raise_for_error(message.payload)
         except JetStreamError as error:
-            self._fail(str(error))
+            if error.server_code == EXCEEDS_MAX_MSG_SIZE:
+                self._drop_too_large(_number_of(message), str(error))
+            else:
+                self._fail(str(error))
             return
-        if events := self._acknowledge(int(message.subject.rsplit(".", 1)[-1])):
+        if events := self._acknowledge(_number_of(message)):
             self._published.inc(events)
             self._messages.inc()
+
+    def _drop_too_large(self, number: int, text: str) -> None:
+        """Drop an entry that is refused however often it is sent; others wait behind it."""
+        self._dropped.labels(reason="too_large").inc(self._acknowledge(number))
+        self._log.warning("too_large", text)
 
     def _acknowledge(self, number: int) -> int:
         """Mark an entry and return how many events it has; 0 if it is gone already (dropped, or
@@ -343,6 +351,11 @@ class EventPublisher:
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
         self._work.set()
+
+
+def _number_of(ack: RawMessage) -> int:
+    """Return the number of the entry that an acknowledgement is for."""
+    return int(ack.subject.rsplit(".", 1)[-1])
 
 
 def _now_ms() -> int:

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
 from kvbm_common.wire.packed_events import PACKED_BLOCKS_MAX, events_on
 
@@ -67,6 +69,20 @@ async def test_oversized_event_is_dropped_alone(bus: Bus) -> None:
         publisher.publish("kvbm.v1.events.h.sim-0.stored", huge, epoch=1, seq=2)
         put(publisher, 3, 3)
         assert await read(subscription, 3) == [1, 3]
+
+
+async def test_an_event_above_an_operator_s_limit_is_dropped_alone(bus: Bus) -> None:
+    """Goal: nor does one that the stream refuses: `nats stream edit --max-msg-size`."""
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+        put(publisher, 1, 1)
+        assert await read(subscription, 1) == [1]
+        info = msgspec.json.decode(await call_api(bus, f"STREAM.INFO.{EVENTS.name}"))
+        config = info["config"] | {"max_msg_size": 1_024}
+        await call_api(bus, f"STREAM.UPDATE.{EVENTS.name}", config)
+        publisher.publish("kvbm.v1.events.h.sim-0.stored", bytes(4_096), epoch=1, seq=2)
+        put(publisher, 3, 3)
+        assert await read(subscription, 3) == [3]
+        assert bus.counters.value("kvbm_events_dropped_total", reason="too_large") == 1
 
 
 @pytest.mark.parametrize("name", ["e\n", "e f", "", "*", ">", "\ud800"])
