@@ -31,7 +31,7 @@ from kvbm_common.tier.parts import Share, share_of_rank
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
-from kvbm_common.wire.events import Natural, Positive, Token
+from kvbm_common.wire.events import Natural, Positive, Token, Version
 from kvbm_common.wire.local_fields import Generation, GroupNamespaces, Incarnation, LookupMs
 from kvbm_common.wire.session_hint import SessionHint
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
@@ -75,7 +75,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     agent: bytes = b""
     regions: Annotated[list[Region], Meta(max_length=REGIONS_MAX)] = []
     pid: Natural = 0
-    shards: Natural = 0
+    shards: Version = 0
     """The version of the shard map by which it comes here; 0: by the well-known endpoint."""
     verify: str = ""
     """Which loads this worker compares with their checksums: `always`, `sampled`, `never`."""

@@ -244,6 +244,7 @@ REGION = [4096, 64, 64, 8]
     [
         ({"group_namespaces": [NAMESPACE] * kv_groups.GROUPS_MAX}, "group_namespaces", "<= 63"),
         ({"regions": [REGION] * (local.REGIONS_MAX + 1)}, "regions", "<= 16384"),
+        ({"shards": 2**62 + 1}, "shards", "<= 4611686018427387904"),
         ({"namespace": NAMESPACE | {"group": -1}}, "namespace.group", "≥ 0"),
         ({"namespace": NAMESPACE | {"layers": -5}}, "namespace.layers", "≥ 0"),
     ],
