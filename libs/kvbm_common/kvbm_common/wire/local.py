@@ -31,7 +31,7 @@ from kvbm_common.tier.parts import Share, share_of_rank
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
-from kvbm_common.wire.events import Natural, Positive, Token, Version
+from kvbm_common.wire.events import Count, Natural, Positive, Token, Version
 from kvbm_common.wire.local_fields import Generation, GroupNamespaces, Incarnation, LookupMs
 from kvbm_common.wire.session_hint import SessionHint
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
@@ -183,7 +183,7 @@ class Lookup(_Message, frozen=True, kw_only=True):
     content: bytes = b""
     """`identity.content_digest` of the first block's tokens, where these hashes begin a sequence:
     shows that a miss is one of salt or namespace alone."""
-    avoided: Natural = 0
+    avoided: Count = 0
     """Blocks behind these that are not asked for: hits with them need one that failed to load."""
     trace: str = ""
     """A `traceparent` (W3C Trace Context) whose span is this onboard; empty: not traced."""
@@ -210,7 +210,7 @@ class Outcome(_Message, frozen=True, kw_only=True):
     lookup: Natural = 0
     """0: none was sent."""
     reason: str
-    blocks: Natural
+    blocks: Count
 
 
 class MissedLookup(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +220,7 @@ class MissedLookup(msgspec.Struct, frozen=True, kw_only=True):
     hashes: Annotated[bytes, Meta(max_length=HASH_BYTES * MATCH_BLOCKS_MAX)]
     request: str = ""
     content: bytes = b""
-    avoided: Natural = 0
+    avoided: Count = 0
     trace: str = ""
     sent_us: Natural = 0
     parent: str = ""
@@ -239,7 +239,7 @@ class Misses(_Message, frozen=True, kw_only=True):
     namespace: bytes
     """The 32-byte digest, as in `Lookup`."""
     lookups: Annotated[list[MissedLookup], Meta(max_length=MISSES_MAX)]
-    in_vain: Natural = 0
+    in_vain: Count = 0
     """Lookups since the last time that were sent and found nothing: the filter was in error, or a
     block is there that the engine cannot have."""
 

@@ -268,6 +268,19 @@ def test_a_lookup_pins_slots_for_an_hour_at_most(field: str) -> None:
         example.codec.decode(encode_raw(example, raw | {field: LOOKUP_MS_MAX + 1}))
 
 
+@pytest.mark.parametrize(
+    ("type_", "field"),
+    [(local.Lookup, "avoided"), (local.Outcome, "blocks"), (local.Misses, "in_vain")],
+)
+def test_what_is_added_up_is_bounded(type_: type, field: str) -> None:
+    """Goal: two messages of an engine do not make a sum that no reader of statistics takes."""
+    example = next(one for one in EXAMPLES if isinstance(one.message, type_))
+    raw = raw_of(example) | {field: 2**32}
+    example.codec.decode(encode_raw(example, raw))
+    with pytest.raises(WireError, match=field):
+        example.codec.decode(encode_raw(example, raw | {field: 2**32 + 1}))
+
+
 def test_a_name_with_a_line_break_is_refused() -> None:
     """It would be a NATS subject that no server takes."""
     for source in ("e\n", "e\n\n", "\ne"):
