@@ -273,7 +273,7 @@ class Onboard:
                 peer, lent, now_ms, size=lookup.block_bytes, until_ms=lookup.answer_by_ms,
                 trace=lookup.trace,
             )  # fmt: skip
-        self._await_blocks(lookup_id, lookup, start)
+        self._await_blocks(lookup_id, lookup, min(start, lookup.run_blocks))  # Perhaps it was cut.
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
 
     def peer_pulled(self, event: PeerPulled, now_ms: int) -> None:

@@ -289,6 +289,22 @@ def test_a_peer_that_is_slower_than_computing_is_not_read() -> None:
     assert host.found(effects).reason == "recompute_cheaper"
 
 
+def test_an_awaited_load_that_has_become_too_slow_is_left_when_the_index_answers() -> None:
+    """1 and 2 come from disk while the index is asked for 3 and 4; 20 ms later the disk is slower
+    than computing all of them. The run ends at 1, before where the question began."""
+    host = HostWithPeers(slots=8)
+    host.disk_stored(1, 2)
+    effects = ask(host, 1, 2, 3, 4, prefill=PrefillCost(round(1e9 / TOKENS_PER_S)))
+    [fill], [question] = of(effects, AskFill), of(effects, AskHolders)
+    host.now_ms += 4 * BLOCK_MS + SLOWER_MS
+    effects = host.answer(question, (ANN, 2))
+    assert of(effects, PullFromPeer) == []
+    found = host.found(effects)
+    assert (found.slots, found.reason) == ([], "recompute_cheaper")
+    host.filled(fill)
+    assert host.announced == {1, 2}, "what was under way has come all the same"
+
+
 def ask(host: Host, *wanted: int, prefill: PrefillCost | None = None) -> list[Effect]:
     """Request `r` of an engine."""
     return host.say(
