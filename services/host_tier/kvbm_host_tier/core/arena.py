@@ -59,17 +59,19 @@ class Arena:
         """Have the memory made that the configured number of blocks needs; False: it is there."""
         if not self._slots_wanted or self.layout is not None:
             return False
+        if self._is_being_made:
+            return True  # It takes the place of the one that is there, however large that is.
         size_bytes = self._slots_wanted * rounded_up(block_bytes)
         if size_bytes <= self.info.capacity_bytes:
             return False
-        if not self._is_being_made:
-            self._is_being_made = True
-            self._emit(MakeArena(size_bytes))
+        self._is_being_made = True
+        self._emit(MakeArena(size_bytes))
         return True
 
     def made(self, info: ArenaInfo) -> None:
         """Take the memory that was made; engines that were sent away introduce themselves again."""
         assert info.capacity_bytes > 0
+        assert self.layout is None, "memory is replaced before an engine has seen it"
         self._is_being_made, self.failure = False, ""
         self.info = info
 

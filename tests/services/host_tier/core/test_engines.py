@@ -359,6 +359,21 @@ def test_an_arena_that_does_not_fit_says_so_and_is_asked_for_again() -> None:
     assert (refused.code, refused.message) == ("arena_refused", "12288 bytes do not fit")
 
 
+def test_no_engine_is_let_into_an_arena_that_is_being_replaced() -> None:
+    """eve's blocks need a larger one than was made for ada, who comes while it is being made."""
+    host = Host(slots=0, attach=False, slot_count=3)
+    host.greet(hello())
+    host.step(ArenaMade(ArenaInfo("/arena", 4096, 3 * SLOT_BYTES, b"first")))
+    larger = hello(engine="eve", piece_bytes=2 * SLOT_BYTES)
+    assert of(host.greet(larger), MakeArena) == [MakeArena(3 * 2 * SLOT_BYTES)]
+    effects = host.greet(hello())
+    assert refusal(effects).code == "arena_pending"
+    assert not of(effects, AttachPeer)
+    host.step(ArenaMade(ArenaInfo("/arena", 8192, 3 * 2 * SLOT_BYTES, b"second")))
+    assert of(host.greet(hello()), AttachPeer)
+    assert host.core.view.arena.address == 8192
+
+
 def test_a_number_of_blocks_wins_over_the_size() -> None:
     """Also where it is the smaller one."""
     host = Host(slots=5, slot_count=3)
