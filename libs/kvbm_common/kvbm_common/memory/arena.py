@@ -156,6 +156,10 @@ class Arena:
         assert offset + length <= self.bytes, (offset, length, self.bytes)
         return self.array.data[offset : offset + length]
 
+    def check_successor(self, size_bytes: int, setting: str) -> None:
+        """Check the space for another arena in the place of this one. Raises `ArenaNoSpace`."""
+        _check_space(self.path, size_bytes, setting, self.bytes)
+
     def populate(self) -> Future[None]:
         """Map every page now, in the background, so that no transfer pays for page faults.
 
@@ -281,11 +285,11 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _check_space(path: Path, size_bytes: int, setting: str) -> None:
-    """Refuse what cannot fit before anything is taken."""
+def _check_space(path: Path, size_bytes: int, setting: str, freed_bytes: int = 0) -> None:
+    """Refuse what cannot fit before anything is taken, or `freed_bytes` are given back for it."""
     assert size_bytes > 0, size_bytes
     try:
-        free = _free_bytes(path.parent)
+        free = _free_bytes(path.parent) + freed_bytes
     except OSError as error:
         raise ArenaUnavailable(f"cannot use {path.parent}: {error.strerror}") from error
     if size_bytes > free:

@@ -75,10 +75,12 @@ class Arena:
         self._is_being_made, self.failure = False, ""
         self.info = info
 
-    def refused(self, reason: str) -> None:
-        """Note why the memory was not made; the next hello asks for it again."""
+    def refused(self, reason: str, left: ArenaInfo) -> None:
+        """Note why the memory was not made, and what is left; the next hello asks for it again."""
         assert reason, "memory is refused for a reason"
+        assert self.layout is None, "memory that is cut is not replaced"
         self._is_being_made, self.failure = False, reason
+        self.info = left
 
     def takes(self, block_bytes: int) -> bool:
         """Tell whether blocks of this size can be kept; the first ones have the memory cut."""

@@ -187,8 +187,8 @@ class HostTierCore:
                 self._administer(event, now_ms)
             case ArenaMade(arena):
                 self._arena.made(arena)
-            case ArenaRefused(reason):
-                self._arena.refused(reason)
+            case ArenaRefused(reason, left):
+                self._arena.refused(reason, left)
             case PeerAttached():
                 self._engines.peer_attached(event)
             case PeerFailed():

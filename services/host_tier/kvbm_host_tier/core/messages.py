@@ -183,6 +183,8 @@ class ArenaRefused:
     """There is no room for it."""
 
     reason: str
+    left: ArenaInfo = NO_ARENA
+    """The arena that was to be replaced, if it is still there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,7 +371,7 @@ class HostTierShell:
             return ArenaMade(await asyncio.to_thread(make))
         except (KvbmError, TimeoutError) as error:
             log.error("no arena of %d bytes: %s", size_bytes, error)
-            return ArenaRefused(str(error) or "NIXL did not answer")
+            return ArenaRefused(str(error) or "NIXL did not answer", self._puller.info)
 
     async def _tell(self, subject: str, payload: bytes) -> None:
         await self._context.bus.publish(subject, payload)

@@ -32,6 +32,7 @@ from kvbm_common.tier.layout import UNIT_BYTES
 from numpy.typing import NDArray
 
 from kvbm_host_tier.core.messages import (
+    NO_ARENA,
     ArenaInfo,
     AttachPeer,
     PeerAttached,
@@ -80,6 +81,8 @@ class Puller:
     def __init__(self, shm_dir: Path, *, name: str, counters: Metrics) -> None:
         self._shm_dir, self._name = shm_dir, name
         self._arena: Arena | None = None
+        self.info = NO_ARENA
+        """The arena that is there, as the core knows it."""
         self._registrations: list[Registration] = []
         self._device_puller: DevicePuller | None = None
         self._opening = threading.Lock()
@@ -105,13 +108,16 @@ class Puller:
         """Make the arena, in the place of one that no engine has seen yet. Takes seconds.
 
         Raises ArenaNoSpace, which names `setting`, ArenaUnavailable, ArenaStopped after
-        `stop_making`, and what NIXL says when it refuses the memory.
+        `stop_making`, and what NIXL says when it refuses the memory. `info` says what is left then:
+        an arena goes only for one that should fit in its place.
         """
         with self._making:
             return self._make_arena(size_bytes, setting)
 
     def _make_arena(self, size_bytes: int, setting: str) -> ArenaInfo:
         if self._arena is not None:
+            self._arena.check_successor(size_bytes, setting)
+            self.info = NO_ARENA
             for mover, registration in zip(self.movers, self._registrations, strict=True):
                 mover.deregister(registration).result(CALL_DEADLINE_S)
             self._close_devices()
@@ -131,7 +137,8 @@ class Puller:
         self._arena = arena
         arena.populate().add_done_callback(_populated)
         agent = self.mover.metadata().result(CALL_DEADLINE_S)
-        return ArenaInfo(str(arena.path), arena.address, arena.bytes, agent)
+        self.info = ArenaInfo(str(arena.path), arena.address, arena.bytes, agent)
+        return self.info
 
     def expect_reads(self, seconds: float) -> None:
         """Have the arena's agent stand ready for engines that cannot map the arena, and read it

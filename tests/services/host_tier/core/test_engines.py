@@ -12,6 +12,7 @@ from kvbm_common.tier.parts import share_of_rank
 from kvbm_common.wire.local import Alive, Pulled, Refused, Welcome
 from kvbm_host_tier.core.former_lives import FORMER_LIVES_MAX
 from kvbm_host_tier.core.messages import (
+    NO_ARENA,
     ArenaInfo,
     ArenaMade,
     ArenaRefused,
@@ -372,6 +373,20 @@ def test_no_engine_is_let_into_an_arena_that_is_being_replaced() -> None:
     host.step(ArenaMade(ArenaInfo("/arena", 8192, 3 * 2 * SLOT_BYTES, b"second")))
     assert of(host.greet(hello()), AttachPeer)
     assert host.core.view.arena.address == 8192
+
+
+def test_a_larger_arena_that_is_refused_may_have_cost_the_smaller_one() -> None:
+    """ada, for whom that was made, attaches to it only if it is still there."""
+    first = ArenaInfo("/arena", 4096, 3 * SLOT_BYTES, b"first")
+    for left, made in ((first, []), (NO_ARENA, [MakeArena(3 * SLOT_BYTES)])):
+        host = Host(slots=0, attach=False, slot_count=3)
+        host.greet(hello())
+        host.step(ArenaMade(first))
+        host.greet(hello(engine="eve", piece_bytes=2 * SLOT_BYTES))
+        host.step(ArenaRefused("24576 bytes do not fit", left))
+        effects = host.greet(hello())
+        assert of(effects, MakeArena) == made
+        assert bool(of(effects, AttachPeer)) == (left == first)
 
 
 def test_a_number_of_blocks_wins_over_the_size() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,13 +14,14 @@ from typing import Any
 import pytest
 from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.copying import thread_count
-from kvbm_common.memory.arena import Arena
+from kvbm_common.memory.arena import Arena, ArenaNoSpace
 from kvbm_common.nixl.mover_thread import PeerLost, TransferFailed, Transferred, TransferTimeout
 from kvbm_common.nixl.spans import Spans
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.parts import Grid, Share, share_of_rank
 from kvbm_common.wire.local import Region
 from kvbm_host_tier.core.messages import (
+    NO_ARENA,
     AttachPeer,
     EngineId,
     PeerFailed,
@@ -67,6 +70,30 @@ def reads(puller: Puller, monkeypatch: pytest.MonkeyPatch) -> Reads:
     for mover in puller.movers:
         monkeypatch.setattr(mover, "read", reads.read)
     return reads
+
+
+def test_an_arena_goes_only_for_one_that_fits_in_its_place(
+    puller: Puller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. One that cannot fit. 2. One whose space another process takes meanwhile. 3. One that does.
+    `info` says each time what is there."""
+    first = puller.info
+    with pytest.raises(ArenaNoSpace):
+        puller.make_arena(1 << 60)
+    assert puller.info == first
+    assert Path(first.path).stat().st_size == first.capacity_bytes
+
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(ArenaNoSpace):
+            puller.make_arena(8 * SLOT_BYTES)
+    assert puller.info == NO_ARENA
+    assert list(tmp_path.iterdir()) == []
+    assert puller.make_arena(8 * SLOT_BYTES) == puller.info
+    assert puller.info.capacity_bytes == 8 * SLOT_BYTES
 
 
 def start_pull(*, ranks: int) -> StartPull:
