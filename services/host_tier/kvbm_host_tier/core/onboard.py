@@ -261,9 +261,9 @@ class Onboard:
         remote = frozenset(lookup.hashes[start : start + count])
         brought = self._walk_rest(lookup, now_ms, remote)
         self._admit(lookup.hashes[start:], lookup.slots[start:])
-        below = [name for name in brought if self._below.usable(name, now_ms, own)]
-        self._fills.start(below, lookup, now_ms)
-        pulls = [name for name in brought if name not in set(below)]
+        below = dict.fromkeys(name for name in brought if self._below.usable(name, now_ms, own))
+        self._fills.start(list(below), lookup, now_ms)
+        pulls = [name for name in brought if name not in below]
         batch_max = self._limits.batch_blocks_max
         for first in range(0, len(pulls), batch_max):
             names = pulls[first : first + batch_max]

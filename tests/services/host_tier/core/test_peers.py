@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 import pytest
 from kvbm_common.nats.answers import request_failed
 from kvbm_common.tier.breaker import FAILURES_MAX, PAUSE_MS
@@ -10,6 +12,7 @@ from kvbm_common.wire.verbs import DoorReply
 from kvbm_host_tier.core.messages import AskFill
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
+    HoldersTold,
     OpenDoor,
     PeerJoined,
     PeerLeft,
@@ -64,6 +67,19 @@ def test_the_rest_of_a_run_comes_from_a_peer() -> None:
     assert of(effects, ReleaseAtPeer) == [ReleaseAtPeer(ANN, PEER_LEASE)]
     assert host.announced == {1}
     assert host.core.view.statistics(host.now_ms).figures["guests"] == 2
+
+
+def test_a_long_rest_on_disk_behind_a_peers_block_takes_no_long_step() -> None:
+    """8,000 blocks. Built anew for each, the set of the disk's blocks would take seconds."""
+    count = 8_000
+    host = HostWithPeers(slots=count + 1)
+    host.disk_stored(*range(2, count + 2))
+    [ask] = of(host.look_up(*range(1, count + 2)), AskHolders)
+    started_s = process_time()
+    effects = host.core.step(HoldersTold(ask.question, ((ANN, 1),)), host.now_ms)
+    assert process_time() - started_s < 0.5
+    assert [asked_numbers(pull) for pull in of(effects, PullFromPeer)] == [[1]]
+    assert sum(len(fill.request.slots) for fill in of(effects, AskFill)) == count
 
 
 def test_disk_and_peer_share_a_run() -> None:
