@@ -37,6 +37,8 @@ def _check_medium(pool: SlabPool) -> None:
         assert slab.place == place, f"{slab} begins at {slab.place}, not at {place}"
         assert 0 <= slab.retired_bytes <= slab.length, slab
         place += slab.length // layout.unit_bytes
+    retired = sum(slab.retired_bytes for slab in pool.slabs)
+    assert pool.retired_bytes == retired, f"{pool.retired_bytes} of {retired} bytes are counted"
     assert place * layout.unit_bytes == layout.total_bytes, f"slabs up to {place}"
 
 

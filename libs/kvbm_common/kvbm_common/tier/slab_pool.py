@@ -67,6 +67,8 @@ class SlabPool:
         """The FREE slabs, a stack: low slabs first."""
         self._empty: dict[int, Slab] = {}
         """CUT slabs without a slot in use, by number."""
+        self.retired_bytes = 0
+        """What is out of use of all slabs."""
         if count:
             self._add(layout.slot_bytes)
 
@@ -280,11 +282,6 @@ class SlabPool:
 
     # --- a medium is used in part -----------------------------------------------------------
 
-    @property
-    def retired_bytes(self) -> int:
-        """Bytes that are out of use."""
-        return sum(slab.retired_bytes for slab in self.slabs)
-
     def withdraw(self, wanted_bytes: int) -> None:
         """Take RESET slots of so many bytes, or of some more, out of use, as far as there are."""
         while wanted_bytes > 0:
@@ -297,6 +294,7 @@ class SlabPool:
             slab.retired.append(slot)
             slab.usable -= 1
             slab.retired_bytes += size.slot_bytes
+            self.retired_bytes += size.slot_bytes
             assert slab.retired_bytes <= slab.length, f"{slab}: {slab.retired_bytes} bytes retired"
             if slab.is_empty:
                 self._empty[slab.number] = slab
@@ -318,6 +316,7 @@ class SlabPool:
         slots: list[int] = []
         for slab in self.slabs:
             length = slab.size.slot_bytes if slab.size is not None else 0
+            before = slab.retired_bytes
             while slab.retired and min(length, slab.retired_bytes) <= wanted_bytes:
                 slots.append(slab.retired.pop())
                 slab.usable += 1
@@ -327,6 +326,7 @@ class SlabPool:
                 some = min(slab.retired_bytes, wanted_bytes)
                 slab.retired_bytes -= some
                 wanted_bytes -= some
+            self.retired_bytes -= before - slab.retired_bytes
         return slots
 
     # --- a former life ----------------------------------------------------------------------

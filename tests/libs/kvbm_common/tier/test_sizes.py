@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from time import process_time
 
 import pytest
 from hypothesis import settings
@@ -237,6 +238,17 @@ def test_a_smaller_tier_gives_up_bytes_of_any_size() -> None:
     assert table.revive(6) == 6
     assert table.room_for(2, 6 * UNIT_BYTES) == 1
     table.check()
+
+
+def test_usable_bytes_of_many_slabs_are_counted_and_not_summed_up() -> None:
+    """Each pin of a session asks: a sum over 50,000 slabs would take milliseconds each time."""
+    table = SlotTable(Layout(UNIT_BYTES, 50_000, 1), partial(make_policy, "lru"))
+    assert table.retire(7) == 7
+    assert table.revive(3) == 3
+    started_s = process_time()
+    for _ in range(3_000):
+        assert table.usable_bytes == (50_000 - 4) * UNIT_BYTES
+    assert process_time() - started_s < 0.5
 
 
 def test_what_retires_may_be_of_slabs_that_change_their_class_meanwhile() -> None:
