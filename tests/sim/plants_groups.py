@@ -26,7 +26,7 @@ from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
 from kvbm_connectors.core.messages import LoadResult
 from kvbm_host_tier.core.group_plan import GroupPlan
-from kvbm_host_tier.core.lower_tiers import Namespaces
+from kvbm_host_tier.core.lower_tier_view import Namespaces
 from kvbm_host_tier.core.open_lookup import OpenLookup
 from kvbm_host_tier.core.presence import Available, Presence
 

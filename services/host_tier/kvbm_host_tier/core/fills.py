@@ -21,7 +21,8 @@ from kvbm_common.wire.verbs import FILL_GRACE_MS, FillRequest, FillSlot
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means, reason_key
 from kvbm_host_tier.core.load_times import Loading, LoadTimes
-from kvbm_host_tier.core.lower_tiers import AVOID_MS, STARTING_MS, LowerTiers
+from kvbm_host_tier.core.lower_tier_view import AVOID_MS, STARTING_MS
+from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
 from kvbm_host_tier.core.open_lookup import OpenLookup
 

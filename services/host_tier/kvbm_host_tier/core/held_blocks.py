@@ -27,7 +27,8 @@ from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.guests import Guests
 from kvbm_host_tier.core.known_runs import KnownRuns
 from kvbm_host_tier.core.limits import Means
-from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
+from kvbm_host_tier.core.lower_tier_view import Namespaces
+from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Publish, TellHits
 from kvbm_host_tier.core.session_pins import SessionPins
 

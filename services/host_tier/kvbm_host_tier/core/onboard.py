@@ -26,7 +26,8 @@ from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.known_runs import Run
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_cost import LoadCost
-from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
+from kvbm_host_tier.core.lower_tier_view import Namespaces
+from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed, ToEngine
 from kvbm_host_tier.core.open_lookup import LOOKUP, LookupState, Medium, OpenLookup
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
@@ -358,8 +359,7 @@ class Onboard:
 
     def tick(self, now_ms: int) -> None:
         """Answer the lookups that are due with the prefix that is here, and start pulls."""
-        due = [i for i, lookup in self._lookups.items() if now_ms >= lookup.answer_by_ms]
-        for lookup_id in due:
+        for lookup_id in [i for i, one in self._lookups.items() if now_ms >= one.answer_by_ms]:
             lookup = self._move(lookup_id, "deadline")
             if None in lookup.slots:
                 self._counts["lookups_cut_by_deadline"] += 1

@@ -12,7 +12,8 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import Has, has_each
 from kvbm_common.tier.slots import SlotTable
 
-from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
+from kvbm_host_tier.core.lower_tier_view import Namespaces
+from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.waiting import Waiting
 
 

@@ -196,6 +196,19 @@ def test_a_disk_tier_that_joins_is_asked_what_it_holds() -> None:
     assert host.core.view.statistics(host.now_ms).figures["known_on_disk"] == 0
 
 
+def test_the_last_words_of_a_disk_tier_that_has_left_bring_no_ghost() -> None:
+    """They were under way. No lookup asks it for blocks, and no snapshot is asked for again."""
+    host = Host()
+    host.disk_stored(1)
+    host.step(LowerTierLeft("0"))
+    host.disk_stored(2)
+    host.disk_stored(3)
+    assert not of(host.wait(3_600_000), AskDiskSnapshot)
+    host.attach(life=2)
+    assert not of(host.look_up(2, life=2), AskFill)
+    assert host.core.view.is_quiet
+
+
 def test_a_gap_in_a_disk_tiers_events_is_asked_about() -> None:
     """The question goes out with the step that saw the gap."""
     host = Host()

@@ -7,14 +7,14 @@ import pytest
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.verbs import SnapshotReply
-from kvbm_host_tier.core.lower_tiers import (
+from kvbm_host_tier.core.lower_tier_view import (
     AVOID_MAX,
     AVOID_MS,
+    GONE_MAX,
     LIMITS,
-    LowerTiers,
     LowerTierView,
-    tier_of,
 )
+from kvbm_host_tier.core.lower_tiers import LowerTiers, tier_of
 from kvbm_host_tier.core.messages import AskDiskSnapshot
 
 from tests.services.host_tier.helpers import name, on_disk
@@ -355,7 +355,36 @@ def test_a_lost_disk_tier_takes_its_blocks_only() -> None:
     assert content(view) == {1, 2, 3}, "instance 1 has it still"
     view.left("0")
     assert content(view) == {2, 3}
-    assert view.epoch("0") == 0
+    assert view.instances == ["1"]
+
+
+def test_an_event_that_was_under_way_brings_no_instance_back() -> None:
+    """Its own life's events are passed over until it joins; those of a new life are heard."""
+    source = disk()
+    view = following(source, 1)
+    view.left("0")
+    for event in (stored(source, 2), stored(source, 3), removed(source, 3), source.cleared("stop")):
+        assert view.apply("0", event) == (0, [])
+    assert (content(view), view.instances, view.is_followed) == (set(), [], False)
+    assert view.tick(3_600_000) == []
+    assert view.joined("0", 3_600_000) == [AskDiskSnapshot("0")]
+    view.snapshot("0", snapshot(source, 2), 3_600_000)
+    assert (content(view), view.is_current) == ({2}, True)
+    view.left("0")
+    again = disk(epoch=2)
+    view.apply("0", stored(again, 4))
+    assert (content(view), view.instances, view.epoch("0")) == ({4}, ["0"], 2)
+
+
+def test_instances_that_came_and_went_are_remembered_up_to_a_bound() -> None:
+    """The ones that left last; one that is there is none of them."""
+    view = following(disk(), 1)
+    for number in range(1, GONE_MAX + 3):
+        view.apply(f"{number}", disk(instance=f"{number}").cleared("start"))
+        view.left(f"{number}")
+    known = [number for number in range(GONE_MAX + 3) if view.epoch(f"{number}")]
+    assert known == [0, *range(3, GONE_MAX + 3)]
+    assert view.instances == ["0"]
 
 
 def test_forgotten_until_it_is_announced_anew() -> None:
