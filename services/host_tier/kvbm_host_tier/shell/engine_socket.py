@@ -46,13 +46,13 @@ def own_endpoint(endpoint: str, instance: str) -> str:
 
 def is_deserted(endpoint: str) -> bool:
     """Tell whether no process listens there any more, by connecting, which ZMQ does not mind."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             probe.connect(endpoint.removeprefix(IPC))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        except OSError:  # It has no time for us now, which is not our question.
-            return False
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except OSError:  # It has no time for us now, or we no descriptor: not our question.
+        return False
     return False
 
 
@@ -103,8 +103,7 @@ class EngineSocket:
             with contextlib.suppress(OSError):
                 if path.stat().st_ino == inode:  # Another life may have taken the place already.
                     path.unlink()
-        if self._lock is not None:
-            self._lock.close()
+        self._unlock()
 
     @property
     def listens_at(self) -> str:
@@ -112,7 +111,10 @@ class EngineSocket:
         return self.endpoint if self._is_front else self.own
 
     def take_front(self) -> bool:
-        """Listen at the well-known endpoint, if no other process does; True once we do."""
+        """Listen at the well-known endpoint, if no other process does; True once we do.
+
+        Raises OSError and ZMQError where it cannot be locked or bound. It may be tried again.
+        """
         if self._is_front:
             return True
         if self.own:
@@ -120,9 +122,18 @@ class EngineSocket:
                 self._lock = take_lock(Path(f"{self.endpoint.removeprefix(IPC)}.lock"))
             except LockTaken:
                 return False
-        self._bind(self.endpoint)
+        try:
+            self._bind(self.endpoint)
+        except (OSError, zmq.ZMQError):
+            self._unlock()
+            raise
         self._is_front = True
         return True
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _bind(self, endpoint: str) -> None:
         self._curve.protect(self._socket, endpoint)

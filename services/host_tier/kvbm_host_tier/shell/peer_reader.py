@@ -91,13 +91,15 @@ class PeerReader:
         return self._process.pid if self._process is not None else 0
 
     async def run(self) -> NoReturn:
-        """Keep the process alive until cancelled."""
+        """Keep the process alive until cancelled; one that cannot be started counts as crashed."""
         await self._wanted.wait()
         failures = 0
         while True:
             self.life += 1
             try:
                 await self._live()
+            except OSError as error:  # No process, memory or descriptor is left for now.
+                log.warning("the door to other hosts cannot be kept open: %s", error)
             finally:
                 was_open, self.opened = self.opened is not None, None
                 self._end_all()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
+import zmq
 from kvbm_common.errors import RegistryUnavailable
 from kvbm_common.registry.records import Info, Joined, Left, RegistryEvent
 from kvbm_common.runtime.logs import OncePerKind
@@ -79,7 +80,7 @@ class Siblings:
         self._heard.clear()
 
     def _look(self) -> None:
-        if not self._was_front and self._engines.take_front():
+        if not self._was_front and self._takes_front():
             self._was_front = True
             self._complete(FrontTaken(time.time_ns() // 1_000))
         if not self._was_front:
@@ -88,6 +89,13 @@ class Siblings:
             if is_deserted(endpoint):
                 self._log.warning("deserted", f"host tier {instance} does not listen any more")
                 self._complete(MemberLeft(instance, epoch, said_so=False))
+
+    def _takes_front(self) -> bool:
+        try:
+            return self._engines.take_front()
+        except (OSError, zmq.ZMQError) as error:  # No descriptor is left: again at the next look.
+            self._log.warning("front", f"the shared endpoint cannot be taken now: {error}")
+            return False
 
     def registry_changed(self, event: RegistryEvent) -> None:
         """Pass on that a host tier of this host, perhaps this one, came, changed or left."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.local import Alive, Beat, Refused, ToHostTier, from_host_tier, to_host_tier
-from kvbm_host_tier.shell.engine_socket import TURN_MAX, EngineSocket
+from kvbm_host_tier.shell.engine_socket import TURN_MAX, EngineSocket, is_deserted
 
 from tests.waiting import wait_until
 
@@ -116,3 +118,36 @@ async def test_fault_behind_a_message_ends_the_run(
         engine.send(BEAT)
         await wait_until(task.done)
         assert isinstance(task.exception(), AssertionError)
+
+
+async def test_a_bind_that_fails_leaves_the_front_to_be_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left for a moment. The lock is given back, for us or another one."""
+    endpoint = f"ipc://{tmp_path}/engines.sock"
+    async with AsyncExitStack() as stack:
+        async with EngineSocket(endpoint, Metrics()):
+            second = EngineSocket(endpoint, Metrics(), instance="1")
+            await stack.enter_async_context(second)
+            assert not second.take_front()
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Socket, "bind", no_descriptor)
+            with pytest.raises(OSError, match="Too many open files"):
+                second.take_front()
+        assert second.listens_at == second.own
+        assert second.take_front()
+        assert second.listens_at == endpoint
+
+
+def test_a_sibling_is_not_deserted_for_want_of_a_descriptor_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = f"ipc://{tmp_path}/none.sock"
+    assert is_deserted(endpoint)
+    monkeypatch.setattr(socket, "socket", no_descriptor)
+    assert not is_deserted(endpoint)
+
+
+def no_descriptor(*_: object) -> None:
+    """Fail as a process does that has all the files open that it may have."""
+    raise OSError(errno.EMFILE, "Too many open files")

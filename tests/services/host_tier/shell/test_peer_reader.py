@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from kvbm_common.wire.verbs import (
     MatchRequest,
     verb_subject,
 )
+from kvbm_host_tier.shell import peer_reader
 from kvbm_index.shell.service import serve_index
 
 from tests.services.host_tier.engine import RealEngine
@@ -42,7 +44,30 @@ from tests.services.host_tier.running import (
     wait_ready,
     wait_stats,
 )
-from tests.waiting import ask_until
+from tests.waiting import ask_until, wait_until
+
+
+async def test_a_door_that_cannot_be_started_counts_as_one_that_crashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No process or descriptor is left for a moment: it is tried again, and the host tier lives."""
+    starts = list[object]()
+
+    async def fail(*program: object, **_: object) -> None:
+        starts.append(program)
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    monkeypatch.setattr(peer_reader, "BACKOFF_S", (0.0,))
+    died = list[int]()
+    door = peer_reader.PeerReader("door", on_died=lambda: died.append(door.life))
+    door.want("/dev/null")
+    running = asyncio.create_task(door.run())
+    await wait_until(lambda: len(starts) >= 3 or running.done())
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert died[:2] == [1, 2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -28,6 +32,8 @@ from kvbm_common.wire.verbs import (
     StatsReply,
     verb_subject,
 )
+from kvbm_host_tier.core.shard_map import FrontTaken
+from kvbm_host_tier.shell import siblings as shell
 from kvbm_host_tier.shell.engine_socket import is_deserted, own_endpoint
 from kvbm_index.shell.service import serve_index
 
@@ -38,6 +44,25 @@ from tests.waiting import ask_until, wait_until
 
 OURS, OTHERS = "ada", "dot"
 """Engines that fall to instance 0 and to instance 1."""
+
+
+async def test_front_that_cannot_be_taken_for_want_of_a_descriptor_is_taken_later() -> None:
+    """The host tier serves on meanwhile, and engines find it where it listens."""
+    told, tries = list[object](), itertools.count()
+
+    class Engines:
+        def take_front(self) -> bool:
+            if next(tries) == 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return True
+
+    alone: Any = SimpleNamespace(siblings=dict)
+    context, engines = cast(Any, None), cast(Any, Engines())
+    looking = asyncio.create_task(shell.Siblings(context, engines, alone, told.append).run())
+    await wait_until(lambda: bool(told) or looking.done())
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    assert [type(one) for one in told] == [FrontTaken]
 
 
 @dataclass(frozen=True, slots=True)
