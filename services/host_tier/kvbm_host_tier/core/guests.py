@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.slots import SlotTable
+from kvbm_common.tier.tenants import Tenant
 
 
 class Guests:
-    """The names of all guests, by the length of their slots, the oldest first."""
+    """The names of all guests, by the length of their slots and their tenant, the oldest first."""
 
     def __init__(self) -> None:
-        self.names: dict[SequenceHash, int] = {}
-        """Of each the length of its slot."""
-        self._by_size: dict[int, OrderedDict[SequenceHash, None]] = {}
+        self.names: dict[SequenceHash, tuple[int, Tenant]] = {}
+        """Of each the length of its slot and its tenant."""
+        self._alike: dict[tuple[int, Tenant], OrderedDict[SequenceHash, None]] = {}
 
     def __contains__(self, name: SequenceHash) -> bool:
         return name in self.names
@@ -25,21 +27,32 @@ class Guests:
     def __iter__(self) -> Iterator[SequenceHash]:
         return iter(self.names)
 
-    def add(self, name: SequenceHash, slot_bytes: int) -> None:
-        """Add a block in a slot of this length."""
+    def add(self, name: SequenceHash, slot_bytes: int, tenant: Tenant) -> None:
+        """Add a block of a tenant in a slot of this length."""
         assert name not in self.names, f"{name.hex()} is a guest already"
-        self.names[name] = slot_bytes
-        self._by_size.setdefault(slot_bytes, OrderedDict())[name] = None
+        self.names[name] = alike = slot_bytes, tenant
+        self._alike.setdefault(alike, OrderedDict())[name] = None
 
     def remove(self, names: Iterable[SequenceHash]) -> None:
         """Remove guests that have left, or are guests no more."""
         for name in names:
-            slot_bytes = self.names.pop(name)
-            of_size = self._by_size[slot_bytes]
-            del of_size[name]
-            if not of_size:
-                del self._by_size[slot_bytes]
+            key = self.names.pop(name)
+            alike = self._alike[key]
+            del alike[name]
+            if not alike:
+                del self._alike[key]
 
-    def of_size(self, slot_bytes: int) -> Iterable[SequenceHash]:
-        """Return the guests in slots of this length, the oldest first."""
-        return self._by_size.get(slot_bytes, ())
+    def of(self, slot_bytes: int, tenants: Iterable[Tenant]) -> Iterator[SequenceHash]:
+        """Yield the guests of these tenants in slots of this length, the oldest of each first."""
+        for tenant in tenants:
+            yield from self._alike.get((slot_bytes, tenant), ())
+
+    def check(self, table: SlotTable, others: Collection[SequenceHash] = ()) -> None:
+        """Assert that each is here, where it is listed, and not among these others."""
+        assert sum(map(len, self._alike.values())) == len(self.names), f"{len(self)} are listed"
+        for name, (slot_bytes, tenant) in self.names.items():
+            slot = table.find(name)
+            assert slot is not None, f"{name.hex()} has left"
+            assert table.slot_bytes(slot) == slot_bytes, f"{name.hex()} is in slot {slot}"
+            assert table.tenant_of(name) is tenant, f"{name.hex()} is of {table.tenant_of(name)}"
+            assert name not in others, f"{name.hex()} is in two lists"

@@ -36,6 +36,8 @@ HORIZON_SLOTS = 100
 """A block is known to have been here until so many times the arena's blocks have left after it."""
 DEMOTED = "demoted"
 """By what a block was evicted that an agent has demoted."""
+LOOKED_MAX = 1024
+"""Guests that are pinned or not written yet, and are passed over for others, at most."""
 HITS_MAX = 1024
 """Hits that are told per lookup at most; the rest are told the next time."""
 YIELDING_MAX = 16
@@ -171,10 +173,11 @@ class HeldBlocks:
 
     # --- guests -----------------------------------------------------------------------------
 
-    def add_guest(self, name: SequenceHash, slot: int) -> None:
-        """Hold a block of a peer as a guest in this slot."""
-        assert not self.table.holds(name), f"a guest is here already: {self.story(name)}"
-        self.guests.add(name, self.table.slot_bytes(slot))
+    def add_guest(self, block: Block, slot: int) -> None:
+        """Hold a block of a peer as a guest in this slot, where it is about to be registered."""
+        assert not self.table.holds(block.hash), f"it is here already: {self.story(block.hash)}"
+        tenant = self.tenants.of(block.namespace)
+        self.guests.add(block.hash, self.table.slot_bytes(slot), tenant)
 
     def admit(self, names: Iterable[SequenceHash]) -> None:
         """Turn the guests among these blocks into announced blocks: they were used again."""
@@ -193,12 +196,11 @@ class HeldBlocks:
     def demote(self, names: Sequence[SequenceHash]) -> int:
         """Let blocks that are here leave before others, and tell the disk tier of those that it
         lacks; returns how many are demoted now."""
-        known = self.demoted.names.keys() | self.guests.names.keys()
-        new = [name for name in names if name not in known]
+        new = [name for name in names if name not in self.demoted and name not in self.guests]
         for name in reversed(new):  # A leaf goes before its parent.
             slot = self.table.find(name)
             assert slot is not None, self.story(name)
-            self.demoted.add(name, self.table.slot_bytes(slot))
+            self.demoted.add(name, self.table.slot_bytes(slot), self.table.tenant_of(name))
         if self._below.instances():
             self._tell_unwritten(self._below.missing(new))
         return len(new)
@@ -261,13 +263,13 @@ class HeldBlocks:
         self, first: Guests, count: int, block_bytes: int, now_ms: int, namespace: bytes
     ) -> None:
         slot_bytes = self.table.pool.layout.slot_bytes_of(block_bytes)
-        free = (name for name in first.of_size(slot_bytes) if self._is_free(name))
+        tenants = list(self.tenants)
         if claim := self.table.claim(count, block_bytes, namespace):
             # A guest goes before the blocks of its own tenant, not before those of another.
             lost_bytes = count * block_bytes
-            losing = {one for one in claim.tenants if claim.may_lose(one, lost_bytes)}
-            free = (name for name in free if self.table.tenant_of(name) in losing)
-        victims = list(islice(free, count))
+            tenants = [one for one in claim.tenants if claim.may_lose(one, lost_bytes)]
+        looked = islice(first.of(slot_bytes, tenants), count + LOOKED_MAX)
+        victims = list(islice(filter(self._is_free, looked), count))
         assert len(victims) <= len(first), "a guest leaves once"
         if first is self.guests:
             self._announce_removed([self.table.evict(name) for name in victims], "guest", now_ms)
@@ -393,8 +395,5 @@ class HeldBlocks:
         self.table.check()
         self.known.check()
         self.session_pins.check()
-        for name in self.demoted:
-            assert self.table.find(name) is not None, f"a demoted block left: {self.story(name)}"
-            assert name not in self.guests, f"a guest is demoted: {self.story(name)}"
-        for name in self.guests:
-            assert self.table.find(name) is not None, f"a guest is not here: {self.story(name)}"
+        self.guests.check(self.table)
+        self.demoted.check(self.table, self.guests.names)

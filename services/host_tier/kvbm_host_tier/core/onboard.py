@@ -292,7 +292,7 @@ class Onboard:
             if isinstance(outcome, str):
                 self._not_coming(name, outcome, "remote", now_ms)
             else:
-                self._held.add_guest(name, slot)
+                self._held.add_guest(outcome, slot)
                 self._counts["peer_pulled_blocks"] += 1
                 self._counts["bytes.r2h"] += outcome.bytes
                 self._landed([(slot, outcome)], "remote", now_ms)

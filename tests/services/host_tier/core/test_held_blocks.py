@@ -1,0 +1,69 @@
+"""The blocks of a large tier: what the search for those that may leave takes, whoever asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from time import process_time
+
+from kvbm_common.identity import Namespace, of_tenant
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.former_blocks import FormerBlocks
+from kvbm_common.tier.layout import UNIT_BYTES, Layout
+from kvbm_common.tier.slots import Block
+from kvbm_host_tier.core.findable import Findable
+from kvbm_host_tier.core.held_blocks import HeldBlocks
+from kvbm_host_tier.core.limits import HostTierLimits, Means
+from kvbm_host_tier.core.lower_tiers import LowerTiers
+from kvbm_host_tier.core.messages import Effect
+
+from tests.services.host_tier.helpers import NAMESPACE, name
+
+GOLD, SILVER = of_tenant(NAMESPACE, "gold"), of_tenant(NAMESPACE, "silver")
+COUNT = 20_000
+"""Blocks of one tenant: a walk over all of them takes some tens of milliseconds."""
+OFFERED = 16
+"""Blocks that are to find room."""
+
+
+class Tier:
+    """The blocks of a host tier of some slots, whose effects go nowhere."""
+
+    def __init__(self, slot_count: int, *, staging: bool = False) -> None:
+        self.below = LowerTiers()
+        announcer = Announcer(host="h", source="host-tier-0", tier="host", epoch=1)
+        announcer.cleared("start")
+        limits, self.effects = HostTierLimits(), list[Effect]()
+        self.held = HeldBlocks(
+            announcer, self.below, FormerBlocks(), Findable(limits),
+            Means(limits, Counter(), self.effects.append), policy="lru", staging=staging,
+        )  # fmt: skip
+        self.held.lay_out(Layout(UNIT_BYTES, slot_count, 1024))
+
+    def store(self, numbers: range, namespace: Namespace = NAMESPACE) -> None:
+        """Commit blocks, for which there is room."""
+        names = [name(number) for number in numbers]
+        slots = self.held.stage(names, UNIT_BYTES, "in a test", 0)
+        blocks = [Block(one, name(0), namespace.digest, 1, UNIT_BYTES) for one in names]
+        self.held.commit(list(zip(slots, blocks, strict=True)), 0)
+
+    def make_room(self, namespace: Namespace = NAMESPACE, now_ms: int = 0) -> int:
+        """Have blocks leave for those of an offer; returns how many can come."""
+        return self.held.make_room(OFFERED, UNIT_BYTES, now_ms, namespace.digest)
+
+
+def test_demoted_blocks_of_one_tenant_are_not_walked_for_another() -> None:
+    """All of gold's are demoted, and within its share. A hundred offers of silver cost silver's."""
+    silvers = 2 * COUNT
+    tier = Tier(COUNT + silvers)
+    tier.store(range(1, COUNT + 1), GOLD)
+    tier.store(range(COUNT + 1, COUNT + silvers + 1), SILVER)
+    assert tier.held.demote([name(number) for number in range(1, COUNT + 1)]) == COUNT
+    started_s = process_time()
+    for offer in range(100):
+        assert tier.make_room(SILVER) == OFFERED
+        first = COUNT + silvers + 1 + offer * OFFERED
+        tier.store(range(first, first + OFFERED), SILVER)
+    assert process_time() - started_s < 0.5
+    assert len(tier.held.demoted) == COUNT
+    assert tier.held.demote([name(1)]) == 0
+    tier.held.check()
