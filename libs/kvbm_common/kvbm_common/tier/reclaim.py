@@ -22,7 +22,7 @@ blocks to a slab, and its slabs have been idle for 50 s at most:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -30,7 +30,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slab_pool import SlabPool
 from kvbm_common.tier.slabs import SizeClass, Slab, SlabState
 from kvbm_common.tier.slot_states import SlotState
-from kvbm_common.tier.tenants import Claim, MayLeave, Tenant
+from kvbm_common.tier.tenants import Claim, MayLeave, Tenant, in_order
 
 COMPARED_MAX = 8
 """Slabs of one class that are compared at a time: each takes some microseconds."""
@@ -138,17 +138,16 @@ class Reclaim:
         claim: Claim | None,
     ) -> list[SequenceHash]:
         """Return blocks of the class, worst first; those that are `leaving` make no room in it."""
-        most = short if may_leave is None else size.idle_count
-        most += len(leaving)
-        if claim is None:
-            free = size.policy.victims(most)
+        most = max(0, short + len(leaving))
+        free: Iterable[SequenceHash]
+        if claim is not None:
+            free = claim.shared_out(size.policies, most, may_leave)
+        elif may_leave is not None:
+            free = filter(may_leave, in_order(size.policy))
         else:
-            free = claim.shared_out(size.policies, max(0, most))
-        if may_leave is None and not leaving:
-            return free
+            free = size.policy.victims(most)
         known = set(leaving)
-        own = (name for name in free if name not in known)
-        return list(islice(filter(may_leave, own) if may_leave else own, short))
+        return list(islice((name for name in free if name not in known), short))
 
     def _is_alone(self, size: SizeClass) -> bool:
         return not any(one.slabs for one in self._pool.sizes.values() if one is not size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,15 @@ from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slab_pool import MakePolicy
 from kvbm_common.tier.slabs import SizeClass
 from kvbm_common.tier.slot_records import SlotRecords
-from kvbm_common.tier.tenants import TENANTS_MAX, Claim, Tenant, Tenants, worst_first
+from kvbm_common.tier.tenants import (
+    TENANTS_MAX,
+    Claim,
+    MayLeave,
+    Tenant,
+    Tenants,
+    in_order,
+    worst_first,
+)
 from kvbm_common.wire.tier_stats import TenantStats
 
 
@@ -71,12 +80,16 @@ class TenantSlots(SlotRecords):
         assert total >= tenant.weight > 0, f"{tenant} weighs {tenant.weight} of {total}"
         return self.usable_bytes * tenant.weight / total
 
-    def worst_of(self, size: SizeClass, count: int) -> list[SequenceHash]:
+    def worst_of(
+        self, size: SizeClass, count: int, may_leave: MayLeave | None = None
+    ) -> list[SequenceHash]:
         """Return up to `count` blocks of a class, those first that would leave first."""
         if len(size.policies) == 1:
-            return size.policy.victims(count)
+            if may_leave is None:
+                return size.policy.victims(count)
+            return list(islice(filter(may_leave, in_order(size.policy)), count))
         self.count_unnamed()
-        return worst_first(self.tenants, size.policies, count, size.slot_bytes)
+        return worst_first(self.tenants, size.policies, count, size.slot_bytes, may_leave)
 
     # --- blocks come and leave --------------------------------------------------------------
 

@@ -38,6 +38,8 @@ NAMESPACES_MAX = 1024
 IDLE_MS = 3_600_000
 """A tenant that has used nothing for so long has no share: its blocks go first."""
 WEIGHT_MAX = 1_000_000.0
+FEW = 256
+"""Blocks that are looked at before all of a tenant's are."""
 OTHERS = "*"
 """In a setting: each tenant that is not listed."""
 TOGETHER = "others"
@@ -201,6 +203,9 @@ def shown_name(name: str) -> str:
     return tag_of(name).hex() if _UNCLEAR.fullmatch(name) else name
 
 
+MayLeave = Callable[[SequenceHash], bool]
+
+
 class Claim:
     """What a tenant asks for, and whose blocks may leave for it; without one, for an operator."""
 
@@ -237,10 +242,15 @@ class Claim:
         self._used[tenant] -= lost_bytes
 
     def shared_out(
-        self, policies: Mapping[Tenant, EvictionPolicy], short: int
+        self,
+        policies: Mapping[Tenant, EvictionPolicy],
+        short: int,
+        may_leave: MayLeave | None = None,
     ) -> list[SequenceHash]:
         """Return up to `short` blocks of one class that leave, each of the tenant that is furthest
         above its share then."""
+        if may_leave is not None:
+            return self._chosen(policies, short, may_leave)
         left = {one: len(policy) for one, policy in policies.items() if len(policy)}
         taken = dict.fromkeys(left, 0)
         order: list[Tenant] = []
@@ -259,12 +269,40 @@ class Claim:
         names = {one: iter(policies[one].victims(count)) for one, count in taken.items() if count}
         return [next(names[one]) for one in order]
 
+    def _chosen(
+        self, policies: Mapping[Tenant, EvictionPolicy], short: int, may_leave: MayLeave
+    ) -> list[SequenceHash]:
+        """Return what `shared_out` says where some blocks stay; a tenant loses what leaves."""
+        left = {one: filter(may_leave, in_order(policy)) for one, policy in policies.items()}
+        chosen: list[SequenceHash] = []
+        while left and len(chosen) < short:
+            worst = max(left, key=lambda one: (self._level(one), one is self.tenant))
+            if not self.may_lose(worst, 0):
+                break
+            name = next(left[worst], None)
+            if name is None:
+                del left[worst]
+                continue
+            chosen.append(name)
+            self.lose(worst, self.block_bytes)
+        assert len(chosen) <= max(0, short), f"{len(chosen)} blocks leave for {short}"
+        return chosen
 
-MayLeave = Callable[[SequenceHash], bool]
+
+def in_order(policy: EvictionPolicy) -> Iterator[SequenceHash]:
+    """Yield the free blocks, worst first; of many the first ones without a look at the rest."""
+    few = policy.victims(FEW)
+    yield from few
+    if len(few) == FEW:
+        yield from policy.victims(len(policy))[FEW:]
 
 
 def worst_first(
-    tenants: Tenants, policies: Mapping[Tenant, EvictionPolicy], count: int, block_bytes: int
+    tenants: Tenants,
+    policies: Mapping[Tenant, EvictionPolicy],
+    count: int,
+    block_bytes: int,
+    may_leave: MayLeave | None = None,
 ) -> list[SequenceHash]:
     """Return up to `count` blocks of this size, those first that would leave first."""
-    return Claim(tenants, block_bytes).shared_out(policies, count)
+    return Claim(tenants, block_bytes).shared_out(policies, count, may_leave)

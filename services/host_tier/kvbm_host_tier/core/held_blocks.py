@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 
 from kvbm_common.eviction import make_policy
-from kvbm_common.identity import Namespace, SequenceHash, hashes_to_hex
+from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import Diary
@@ -20,8 +20,7 @@ from kvbm_common.tier.former_blocks import HORIZON_LEAST, FormerBlocks
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
-from kvbm_common.tier.tenants import Tenants, shares_of
-from kvbm_common.wire.verbs import Hits
+from kvbm_common.tier.tenants import Tenant, Tenants, shares_of
 
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.guests import Guests
@@ -29,8 +28,9 @@ from kvbm_host_tier.core.known_runs import KnownRuns
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tier_view import Namespaces
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.messages import Publish, TellHits
+from kvbm_host_tier.core.messages import Publish
 from kvbm_host_tier.core.session_pins import SessionPins
+from kvbm_host_tier.core.told_hits import ToldHits
 
 HORIZON_SLOTS = 100
 """A block is known to have been here until so many times the arena's blocks have left after it."""
@@ -38,12 +38,11 @@ DEMOTED = "demoted"
 """By what a block was evicted that an agent has demoted."""
 LOOKED_MAX = 1024
 """Guests that are pinned or not written yet, and are passed over for others, at most."""
-HITS_MAX = 1024
-"""Hits that are told per lookup at most; the rest are told the next time."""
 YIELDING_MAX = 16
 """Sessions whose pins end for blocks that find no room, at most: the next ones end more."""
-UNWRITTEN_TOLD_MAX = 256
-"""The oldest unwritten blocks of a full staging arena; the next shortage tells of the next ones."""
+SEARCHED_PER_MS = 200
+"""A search through a staging arena that has found too little pauses for a millisecond for so many
+idle blocks. They take 50 µs: searches are a twentieth of the time, at most."""
 
 
 class HeldBlocks:
@@ -86,8 +85,10 @@ class HeldBlocks:
         )
         self.known = KnownRuns(self.table, means.limits.stretch_blocks)
         """What was answered of blocks that were looked up before."""
-        self._hit: list[tuple[bytes, Sequence[SequenceHash], int]] = []
-        """Runs that were asked for again in this step: namespace, blocks, bytes of each."""
+        self.hits = ToldHits(self.table, below, means)
+        self._search_at_ms: dict[tuple[int, Tenant], int] = {}
+        """When a staging arena is searched again, by size of the blocks that want room and by their
+        tenant, whose claim says what may leave. Those that are over go with the next one."""
         self._counts["evictions.evicted"] = 0
 
     # --- the slots --------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class HeldBlocks:
             assert slot is not None, self.story(name)
             self.demoted.add(name, self.table.slot_bytes(slot), self.table.tenant_of(name))
         if self._below.instances():
-            self._tell_unwritten(self._below.missing(new))
+            self.hits.tell_unwritten(self._below.missing(new))
         return len(new)
 
     def keep(self, names: Iterable[SequenceHash]) -> None:
@@ -229,6 +230,9 @@ class HeldBlocks:
         room = self.table.room_for(count, block_bytes)
         if room == count:
             return count
+        search = block_bytes, self.tenants.of(namespace)
+        if now_ms < self._search_at_ms.get(search, 0):
+            return room
         self.unpin_ended()
         room = self._evict_for(count, block_bytes, now_ms, namespace)
         for _ in range(YIELDING_MAX):
@@ -239,7 +243,10 @@ class HeldBlocks:
                 break
             room = self._evict_for(count, block_bytes, now_ms, namespace)
         if self._staging and room < count:
-            self._ask_to_write(block_bytes)
+            self.hits.ask_to_write(block_bytes)
+            again_ms = now_ms + self.table.idle_count // SEARCHED_PER_MS
+            later = {one: at_ms for one, at_ms in self._search_at_ms.items() if at_ms > now_ms}
+            self._search_at_ms = later | {search: again_ms}
         return room
 
     def _evict_for(self, count: int, block_bytes: int, now_ms: int, namespace: bytes) -> int:
@@ -249,7 +256,7 @@ class HeldBlocks:
             short = count - self.table.room_for(count, block_bytes) if first.names else 0
             if short:
                 self._evict_first(first, short, block_bytes, now_ms, namespace)
-        may_leave = self._below.__contains__ if self._staging else None
+        may_leave = self._below.tester() if self._staging else None
         victims = self.table.victims(count, block_bytes, may_leave, namespace)
         self._evict(victims.chosen, self.policy_name, now_ms)
         if victims.emptied:
@@ -292,60 +299,16 @@ class HeldBlocks:
                 break
         idle = self.table.longest_idle(self.table.idle_count if self._staging else count)
         if self._staging:
-            self._tell_unwritten([name for name in idle if name not in self._below])
+            self.hits.tell_unwritten([name for name in idle if name not in self._below])
             idle = [name for name in idle if name in self._below][:count]
         assert len(idle) <= count, f"{len(idle)} blocks are evicted for {count}"
         self._evict(idle, self.policy_name, now_ms)
         return len(idle)
 
-    def _ask_to_write(self, block_bytes: int) -> None:
-        """Have the disk tier write the oldest blocks of this size that it lacks, and of others."""
-        assert self._staging, "a block that is nowhere else is only in a staging arena"
-        size = self.table.pool.size_of(block_bytes)
-        free = [] if size is None else self.table.worst_of(size, size.idle_count)
-        unwritten = [name for name in free if name not in self._below]
-        if len(unwritten) < UNWRITTEN_TOLD_MAX and len(self.table.pool.sizes) > 1:
-            idle = self.table.longest_idle(self.table.idle_count)
-            unwritten += [name for name in idle if name not in self._below]
-        self._tell_unwritten(list(dict.fromkeys(unwritten)))
-
-    def _tell_unwritten(self, names: Sequence[SequenceHash]) -> None:
-        """Announce hits of the oldest of these: the disk tier then writes what it lacks.
-
-        Without this a failed write, or an eviction on disk, would hold a slot without end.
-        """
-        alike: dict[tuple[bytes, int], list[str]] = {}
-        for name in names[:UNWRITTEN_TOLD_MAX]:
-            slot = self.table.find(name)
-            assert slot is not None, self.story(name)
-            block = self.table.block(slot)
-            alike.setdefault((block.namespace, block.bytes), []).append(name.hex())
-        for (namespace, size), hashes in alike.items():
-            self._tell(namespace, hashes, size)
-
-    def note_hits(self, namespace: bytes, names: Sequence[SequenceHash], block_bytes: int) -> None:
-        """Note blocks that were asked for again: `settle` tells the disk tier of them."""
-        assert len(namespace) == 32, f"a namespace of {len(namespace)} bytes"
-        if names:
-            self._hit.append((namespace, names, block_bytes))
-
     def settle(self) -> None:
-        """Remember the last answer, and tell the disk tier of blocks that were asked for again.
-
-        Blocks that it has are left out.
-        """
+        """Remember the last answer, and tell the disk tier of blocks that were asked for again."""
         self.known.settle()
-        assert len(self._hit) <= 1, f"hits of {len(self._hit)} steps wait"
-        if self._hit and not self._below.instances():
-            self._hit.clear()
-        for namespace, names, block_bytes in self._hit:
-            if news := self._below.missing(names)[:HITS_MAX]:
-                self._tell(namespace, hashes_to_hex(news), block_bytes)
-        self._hit.clear()
-
-    def _tell(self, namespace: bytes, hashes: list[str], block_bytes: int) -> None:
-        hits = Hits(namespace=namespace.hex(), hashes=hashes, block_bytes=block_bytes)
-        self._emit(TellHits(hits))
+        self.hits.settle()
 
     def remove(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
         """Remove blocks: no lookup finds them again, and reads under way go to their end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.former_blocks import FormerBlocks
@@ -13,6 +13,7 @@ from kvbm_host_tier.core.lower_tier_view import ANY, LowerTierView, Namespaces
 
 LOWER: tuple[Tier, ...] = ("disk", "object")
 """A block that several have comes from the first of them."""
+NO_NAMES = frozenset[SequenceHash]()
 
 
 class LowerTiers:
@@ -34,6 +35,13 @@ class LowerTiers:
 
     def __contains__(self, name: SequenceHash) -> bool:
         return any(name in view for view in self.views.values())
+
+    def tester(self) -> Callable[[SequenceHash], bool]:
+        """Return what tells of many names, as of this moment, whether some tier has them."""
+        filled = [view for view in self.views.values() if view]
+        if len(filled) > 1:
+            return self.__contains__
+        return filled[0].names.__contains__ if filled else NO_NAMES.__contains__
 
     def medium_of(self, name: SequenceHash) -> Tier | None:
         """Return the nearest tier that has a block, whether it can be asked now or not."""

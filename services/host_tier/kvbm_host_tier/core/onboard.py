@@ -113,7 +113,7 @@ class Onboard:
         else:
             lookup.fallback = list(self._table.pin_prefix(shorter))
         count = self._begin(lookup, now_ms)
-        self._held.note_hits(asked.namespace, hashes[:count], engine.block_bytes)
+        self._held.hits.note(asked.namespace, hashes[:count], engine.block_bytes)
 
     def prefetch(
         self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int,

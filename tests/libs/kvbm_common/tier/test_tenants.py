@@ -103,6 +103,21 @@ def test_a_tenant_above_its_share_takes_nothing_where_all_its_blocks_are_pinned(
     assert len(table.victims(1, SIZE, None, SPACES["silver"]).names) == 1
 
 
+def test_blocks_that_may_not_leave_count_as_no_loss_of_their_tenant() -> None:
+    """Of gold's ten blocks one may leave, and both of silver's. Without gold's others silver gives
+    its own for its own; gold, above its share, gets none of them."""
+    table = table_of()
+    store(table, "gold", range(1, 11))
+    store(table, "silver", range(11, 13))
+    may_leave = {name(7), name(11), name(12)}.__contains__
+    for_silver = table.victims(4, SIZE, may_leave, SPACES["silver"]).names
+    assert for_silver[0] == name(7)
+    assert set(for_silver) == {name(7), name(11), name(12)}
+    assert table.victims(4, SIZE, may_leave, SPACES["gold"]).names == [name(7)]
+    [size] = table.pool.sizes.values()
+    assert set(table.worst_of(size, 9, may_leave)) == set(for_silver)
+
+
 def test_a_tenant_that_is_gone_for_an_hour_has_no_share() -> None:
     table = table_of()
     store(table, "gold", range(1, 7))

@@ -11,12 +11,13 @@ from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slots import Block
 from kvbm_host_tier.core.findable import Findable
-from kvbm_host_tier.core.held_blocks import HeldBlocks
+from kvbm_host_tier.core.held_blocks import SEARCHED_PER_MS, HeldBlocks
 from kvbm_host_tier.core.limits import HostTierLimits, Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.messages import Effect
+from kvbm_host_tier.core.messages import Effect, TellHits
+from kvbm_host_tier.core.told_hits import UNWRITTEN_TOLD_MAX
 
-from tests.services.host_tier.helpers import NAMESPACE, name
+from tests.services.host_tier.helpers import NAMESPACE, name, of
 
 GOLD, SILVER = of_tenant(NAMESPACE, "gold"), of_tenant(NAMESPACE, "silver")
 COUNT = 20_000
@@ -32,6 +33,7 @@ class Tier:
         self.below = LowerTiers()
         announcer = Announcer(host="h", source="host-tier-0", tier="host", epoch=1)
         announcer.cleared("start")
+        self.disk = Announcer(host="h", source="disk-tier-0", tier="disk", epoch=1)
         limits, self.effects = HostTierLimits(), list[Effect]()
         self.held = HeldBlocks(
             announcer, self.below, FormerBlocks(), Findable(limits),
@@ -45,6 +47,12 @@ class Tier:
         slots = self.held.stage(names, UNIT_BYTES, "in a test", 0)
         blocks = [Block(one, name(0), namespace.digest, 1, UNIT_BYTES) for one in names]
         self.held.commit(list(zip(slots, blocks, strict=True)), 0)
+
+    def write(self, numbers: range) -> None:
+        """Have the disk tier announce blocks."""
+        blocks = [Block(name(number), name(0), NAMESPACE.digest, 1, 4096) for number in numbers]
+        for event in self.disk.stored(blocks):
+            self.below.views["disk"].apply("0", event)
 
     def make_room(self, namespace: Namespace = NAMESPACE, now_ms: int = 0) -> int:
         """Have blocks leave for those of an offer; returns how many can come."""
@@ -66,4 +74,33 @@ def test_demoted_blocks_of_one_tenant_are_not_walked_for_another() -> None:
     assert process_time() - started_s < 0.5
     assert len(tier.held.demoted) == COUNT
     assert tier.held.demote([name(1)]) == 0
+    tier.held.check()
+
+
+def test_a_full_staging_arena_is_not_searched_for_each_offer() -> None:
+    """Nothing is written yet: 200 offers are refused, and one of them has searched. What the disk
+    has written leaves when the pause is over, which grows with what a search takes."""
+    tier = Tier(COUNT, staging=True)
+    tier.store(range(1, COUNT + 1))
+    started_s = process_time()
+    assert [tier.make_room() for _ in range(200)] == [0] * 200
+    assert process_time() - started_s < 0.5
+    [told] = of(tier.effects, TellHits)
+    oldest = range(COUNT, COUNT - UNWRITTEN_TOLD_MAX, -1)  # A leaf is older than its parent.
+    assert told.hits.hashes == [name(number).hex() for number in oldest]
+    tier.write(range(1, OFFERED + 1))
+    pause_ms = COUNT // SEARCHED_PER_MS
+    assert tier.make_room(now_ms=pause_ms - 1) == 0
+    assert tier.make_room(now_ms=pause_ms) == OFFERED
+    tier.held.check()
+
+
+def test_a_tenant_that_finds_no_room_keeps_no_other_from_searching() -> None:
+    """What is written is gold's, and within its share: silver may not have it, but gold may."""
+    tier = Tier(COUNT, staging=True)
+    tier.store(range(1, COUNT // 2 + 1), GOLD)
+    tier.store(range(COUNT // 2 + 1, COUNT + 1), SILVER)
+    tier.write(range(1, COUNT // 2 + 1))
+    assert tier.make_room(SILVER) == 0
+    assert tier.make_room(GOLD) == OFFERED
     tier.held.check()
