@@ -125,7 +125,7 @@ def keep_the_pins_of_a_shorter_hit(patch: pytest.MonkeyPatch) -> None:
 def fall_back_on_nothing(patch: pytest.MonkeyPatch) -> None:
     """Where one block of a lookup does not come, the answer is empty."""
 
-    def planted(plan: GroupPlan, here: Has) -> None:
+    def planted(plan: GroupPlan, here: Has, blocks_max: int | None = None) -> None:
         plan.reach = Reach(0, plan.reach.shared)
 
     patch.setattr(GroupPlan, "fall_back", planted)
