@@ -83,6 +83,7 @@ class Inventory:
         blocks = self.table.blocks()
         self._counts["dropped.store_reformatted"] += len(blocks)
         self.table = self._new_table(Layout.unsized(0))
+        self.journal.dropped()
         for lease in self.leases.all():  # What they held is gone, and so are its slots.
             self.leases.release(lease.id)
         assert len(self.leases) == 0, f"{len(self.leases)} leases hold slots of another store"

@@ -170,13 +170,19 @@ class JournalWriter:
         from_ms = self._rewrite_from_ms
         return wanted and from_ms is not None and now_ms >= from_ms
 
+    def dropped(self) -> None:
+        """Give up the rewrite under way: another store takes the place of this one."""
+        self._rewrite_from_ms, self._part_flies, self._is_wrong = 0, False, False
+        self.record_count = self._shortest = 0
+
     def part_written(self) -> None:
-        """Note that a part is written: the next one may follow."""
-        assert self._rewrite_from_ms is None, "no rewrite is under way"
+        """Note that a part is written: the next one may follow, if that store is still here."""
         self._part_flies = False
 
     def rewritten(self, event: JournalRewritten, now_ms: int) -> None:
         """Note how a rewrite has ended; after a failure the long file is still there."""
+        if self._rewrite_from_ms is not None:
+            return  # Of a store that is gone.
         self._part_flies = False
         if event.failure:
             self._rewrite_from_ms, self._is_wrong = now_ms + REWRITE_PAUSE_MS, True

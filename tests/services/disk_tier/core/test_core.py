@@ -308,6 +308,21 @@ def test_a_rewrite_that_fails_in_a_later_part_begins_again() -> None:
     assert disk.recovered() == disk.on_disk()
 
 
+def test_another_store_ends_the_rewrite_under_way() -> None:
+    """A part flies when blocks of another size come: no other part follows, and none of the new
+    store, however the one that flew has ended."""
+    for ends_well in (True, False):
+        disk = Disk(slots=3, limits=DiskTierLimits(rewritten_slots_max=1))
+        disk.store(1, 2, 3)
+        part = one(disk.step(JournalFailed(None, "journal", "io")), RewriteJournal)
+        larger = arena(epoch=HOST_EPOCH + 1, slot_bytes=2 * SLOT_BYTES)
+        assert of(disk.step(ArenaKnown(larger)), OpenStore)
+        late = disk.rewritten(part) if ends_well else disk.rewrite_failed()
+        assert of(late, RewriteJournal) == []
+        assert of(disk.step(opened(3)), RewriteJournal) == []
+        assert of(disk.wait(REWRITE_PAUSE_MS), RewriteJournal) == []
+
+
 def test_a_rewrite_keeps_the_order_in_which_blocks_came() -> None:
     """Goal: after a restart roots leave before their leaves no more than before a rewrite.
 
