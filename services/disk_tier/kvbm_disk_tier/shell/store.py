@@ -210,7 +210,7 @@ class Store:
                 Record(Operation.COMMITTED, order, place, block)
                 for order, (place, block) in enumerate(kept.items(), found.next_order)
             )
-            self._journal.rewrite(records)
+            self.rewrite(records)
             write_header(self.options.directory, new)
             self._cut_off(new)
         except OSError as error:

@@ -85,6 +85,7 @@ from kvbm_disk_tier.core.messages import (
 from kvbm_disk_tier.core.pending import UNANSWERED
 from kvbm_disk_tier.core.shards import writers_of
 from kvbm_disk_tier.core.snapshot_pieces import pieces_of
+from kvbm_disk_tier.shell.inbox import hand_in
 from kvbm_disk_tier.shell.medium import Medium
 
 INBOX_MAX = 10_000
@@ -336,11 +337,12 @@ class TierShell:
     async def _host_snapshot(self, instance: str) -> None:
         ask = functools.partial(self._ask_host, instance, "snapshot")
         try:
-            request = SnapshotRequest(source=f"host-tier-{instance}")
-            for piece in pieces_of(await ask_snapshot(ask, request)):
-                await self._loop.offer(HostSnapshot(instance, piece), deadline_s=HOST_DEADLINE_S)
+            reply = await ask_snapshot(ask, SnapshotRequest(source=f"host-tier-{instance}"))
         except KvbmError as error:
             log.warning("no snapshot of host tier %s: %s", instance, error)
+            return
+        for piece in pieces_of(reply):
+            await hand_in(self._loop, HostSnapshot(instance, piece), self._log, "a snapshot")
 
     async def _lease(self, effect: LeaseHost) -> Leased | LeaseFailed:
         try:

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_common.errors import KvbmError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
 
@@ -37,10 +36,10 @@ from kvbm_disk_tier.objects.shell.object_store import (
     ObjectStore,
     backoff,
 )
+from kvbm_disk_tier.shell.inbox import hand_in
 
 RANGES_AT_ONCE = 4
 """A store answers a list in some 100 ms: four at once are 40,000 names a second."""
-INBOX_DEADLINE_S = 10.0
 BLOCKS_AT_ONCE = 250
 """Of a page: the core takes some 2 ms for them."""
 SLOTS_AT_ONCE = 4_096
@@ -174,10 +173,4 @@ class Lister:
 
     async def _tell(self, loop: Loop, event: object) -> None:
         """Hand the core an input of a listing, however busy it is: none may be left out."""
-        while True:
-            try:
-                await loop.offer(event, deadline_s=INBOX_DEADLINE_S)
-            except KvbmError as error:
-                self._log.warning("inbox", f"the listing waits: {error}")
-            else:
-                return
+        await hand_in(loop, event, self._log, "the listing")
