@@ -39,15 +39,25 @@ def without_failed(
     groups: Sequence[GroupRun],
     failed: FailedBlocks,
     now_ms: int,
+    *,
+    is_careful: bool = False,
 ) -> AskedBlocks:
-    """Return what the largest hit that needs no failed block asks for."""
+    """Return what the largest hit that needs no failed block asks for.
+
+    A smaller hit may need one: in a window before another boundary. `is_careful`: none may.
+    """
     assert now_ms >= 0, f"asked at {now_ms} ms"
     if not groups:
         return hashes[: failed.run_before(hashes, now_ms)], ()
     if not len(failed):
         return _up_to(largest_boundary(groups), hashes, groups)
+    names = split(groups, hashes)
+    if is_careful:
+        runs = zip(groups, names, strict=True)
+        good = min(failed.run_before(run, now_ms) * one.block_tokens for one, run in runs)
+        return _up_to(good // boundary_tokens(groups) * boundary_tokens(groups), hashes, groups)
     has = has_each(lambda name: not failed.avoids(name, now_ms))
-    return _up_to(reach(groups, split(groups, hashes), has).tokens, hashes, groups)
+    return _up_to(reach(groups, names, has).tokens, hashes, groups)
 
 
 def _up_to(tokens: int, hashes: Sequence[SequenceHash], groups: Sequence[GroupRun]) -> AskedBlocks:

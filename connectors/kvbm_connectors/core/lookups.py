@@ -12,7 +12,7 @@ recomputes after a failed load asks again at once, and would get the same bad bl
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
@@ -37,6 +37,8 @@ from kvbm_connectors.core.offered_lately import OfferedLately
 from kvbm_connectors.core.open_lookup import LOOKUP, LookupState, OpenLookup
 from kvbm_connectors.core.outbox import Outbox
 
+CAREFUL_MAX = 256
+"""Requests that are to ask again; the engine does so in its next step."""
 STORY_MOVES_MAX = 256
 """Moves of lookups that are remembered for stories."""
 
@@ -60,6 +62,8 @@ class Lookups:
         self._loading: set[int] = set()
         """Leases of loads in flight, whatever has become of their requests."""
         self._avoided = FailedBlocks(limits.avoid_max)
+        self._careful: OrderedDict[str, bool] = OrderedDict()
+        """Requests whose answer needed an avoided block: what is asked next needs none."""
         self._moves: deque[tuple[str, int, str]] = deque(maxlen=STORY_MOVES_MAX)
 
     def __len__(self) -> int:
@@ -133,7 +137,10 @@ class Lookups:
         if fitting < len(hashes):
             self._counts["blocks_not_asked_for"] += len(hashes) - fitting
             self._tell(request, 0, "too_long", len(hashes) - fitting)
-        wanted, groups = without_failed(wanted, groups, self._avoided, now_ms)
+        is_careful = self._careful.pop(request, False)
+        wanted, groups = without_failed(
+            wanted, groups, self._avoided, now_ms, is_careful=is_careful
+        )
         avoided = fitting - len(wanted)
         assert avoided >= 0, f"{request} asks for {len(wanted)} of {fitting} blocks"
         self._counts["avoided_blocks"] += avoided
@@ -203,10 +210,16 @@ class Lookups:
             self._give_back(found.lease)
         elif not is_sound(found, len(lookup.asked), lookup.groups):
             self._counts["answers_malformed"] += 1
-            self._decline(request, lookup, found, "malformed")
-        elif avoided := self._avoided_of(lookup, found):
-            self._counts["avoided_blocks"] += avoided
-            self._decline(request, lookup, found, "avoided")
+            self._tell(request, found.lookup, "malformed", len(found.slots))
+            self._give_back(found.lease)
+            lookup.found = nothing(found.lookup, found.epoch, "malformed")
+            self._move(request, "found")
+        elif self._needs_avoided(lookup, found):
+            self._give_back(found.lease)
+            self._move(request, "forgotten")
+            self._careful[request] = True  # The engine asks again.
+            while len(self._careful) > CAREFUL_MAX:
+                self._careful.popitem(last=False)
         else:
             lookup.found = found
             self._move(request, "found")
@@ -214,23 +227,12 @@ class Lookups:
                 self._counts["lookups_in_vain"] += 1
                 self._outbox.asked_in_vain()
 
-    def _avoided_of(self, lookup: OpenLookup, found: Found) -> int:
-        """Return how many blocks of a smaller hit than was asked for have failed lately.
-
-        A window or a chunk before a smaller boundary may hold a block that the largest hit does
-        not need.
-        """
+    def _needs_avoided(self, lookup: OpenLookup, found: Found) -> bool:
+        """Tell whether a hit over KV groups, smaller than was asked for, needs a block that has
+        failed lately: see `without_failed`."""
         if not lookup.groups or not len(self._avoided):
-            return 0
-        return sum(name in self._avoided for name in lookup.names_of(found))
-
-    def _decline(self, request: str, lookup: OpenLookup, found: Found, reason: str) -> None:
-        """Give back what was found, and take it for nothing."""
-        assert lookup.found is None, self.story(request)
-        self._tell(request, found.lookup, reason, len(found.slots))
-        self._give_back(found.lease)
-        lookup.found = nothing(found.lookup, found.epoch, reason)
-        self._move(request, "found")
+            return False
+        return any(name in self._avoided for name in lookup.names_of(found))
 
     def _give_back(self, lease: int) -> None:
         """Give back an unwanted lease; but a second answer must not end the first one's lease."""
@@ -295,6 +297,7 @@ class Lookups:
 
     def forget(self, request: str) -> None:
         """End a lookup that the engine does not need, but for a load in flight."""
+        self._careful.pop(request, None)
         lookup = self._requests.get(request)
         if lookup is not None and LOOKUP.has(lookup.state, "forgotten"):
             self._end(request, "forgotten")

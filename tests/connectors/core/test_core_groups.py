@@ -151,19 +151,26 @@ def test_behind_a_failed_block_nothing_is_asked_for_in_any_group() -> None:
     assert engine.asked() == list(WANTED)
 
 
-def test_a_failed_block_of_a_window_hides_no_larger_hit() -> None:
+def test_a_failed_block_of_a_window_hides_neither_a_larger_hit_nor_a_smaller_one() -> None:
     """Goal: 12 has failed, and a hit of 12 tokens does not need it: it is asked for.
 
-    A smaller hit of 8 tokens does; where that is the answer, it counts as nothing, and is returned.
+    A hit of 8 tokens does. Where that is the answer it goes back, and what is asked next cannot
+    need it: a hit of 4 tokens.
     """
     engine = Engine()
     found(engine, 8, 3)
     engine.load_ended(engine.take(70, 71, 72), corrupt=[2])
     assert found(engine, 12, 4).boundary == 12
     engine.load_ended(engine.take(70, 71, 72, 73))
-    assert found(engine, 8, 3) == Hit(0, reason="avoided")
+    assert ask(engine) is None
+    answer(engine, 8, 3)
     assert engine.released == [50, 50, 50]
-    assert engine.core.view.counts["avoided_blocks"] == 1
+    assert ask(engine) is None
+    assert engine.asked() == [1, 11]
+    answer(engine, 4, 2, shared=4)
+    assert ask(engine) == Hit(2, host=2, reason="not_stored", boundary=4, shared=4)
+    engine.load_ended(engine.take(70, 71))
+    assert engine.idle()
 
 
 def test_the_blocks_of_a_group_are_offered_under_its_namespace() -> None:
