@@ -51,9 +51,8 @@ class _Source(Followed[Event]):
     tier: Tier
     blocks: dict[str, Blocks] = field(default_factory=dict)
     """By namespace."""
-    is_registered: bool = False
     left_ms: int = 0
-    """When it was found to be gone."""
+    """When it has left, last."""
 
 
 class TierViews:
@@ -69,7 +68,6 @@ class TierViews:
         """Note that the registry names a source; if this life of it is unknown, ask it for a
         snapshot."""
         source = self._source_of(name, tier)
-        source.is_registered = True
         if not source.begin(epoch):
             if source.state is FollowState.GONE and epoch == source.epoch:
                 source.fall_behind(now_ms)
@@ -81,6 +79,8 @@ class TierViews:
     def take(self, event: Event, now_ms: int) -> list[Change]:
         """Take an event of a tier; returns what has changed."""
         source = self._source_of(event.source, event.tier)
+        if source.state is FollowState.GONE and event.epoch <= source.epoch:
+            return []  # It was under way when the tier left, and would bring a ghost back.
         changes = self._become(source, {}) if source.begin(event.epoch) else []
         was_behind = source.state is FollowState.BEHIND
         verdict = source.take(event, now_ms, clears=isinstance(event, Cleared))
@@ -114,34 +114,28 @@ class TierViews:
         return self._become(source, wanted) + self._apply_ready(source, now_ms)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
-        """Note that a source did not answer: it is asked again later, or is gone if the registry
-        does not name it either."""
+        """Note that a source did not answer: it is asked again later."""
         source = self._sources.get(name)
-        if source is None or not source.landed():
-            return
-        source.retry_later(now_ms)
-        if source.state is FollowState.BEHIND and not source.is_registered:
-            source.leave()
-            source.left_ms = now_ms
-            assert not any(source.blocks.values()), f"{name} has left, and holds blocks"
+        if source is not None and source.landed():
+            source.retry_later(now_ms)
 
     def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
-        """Note that a source's place in the registry is gone: it holds nothing, until it
-        answers."""
+        """Note that a source's place in the registry is gone: it holds nothing, and nothing is
+        heard of it, until it joins again or begins another life."""
         source = self._sources.get(name)
         if source is None or source.epoch > epoch:
             return []
+        source.begin(epoch)
         source.leave()
-        source.is_registered = False
-        source.fall_behind(now_ms + LIMITS.retry_ms)
-        assert source.state is FollowState.BEHIND, f"{name} has left, and is {source.state.name}"
+        source.left_ms = now_ms
+        assert source.state is FollowState.GONE, f"{name} has left, and is {source.state.name}"
         return self._become(source, {})
 
     def stream_lost(self, name: str, now_ms: int) -> None:
         """Ask a source again: its stream is another one, and what was lost with the old one need
         not show as a gap."""
         source = self._sources.get(name)
-        if source is not None:
+        if source is not None and source.state is not FollowState.GONE:
             source.fall_behind(now_ms)
             source.ask_at_ms = min(source.ask_at_ms, now_ms)
             assert source.state is FollowState.BEHIND, f"{name} is {source.state.name}"

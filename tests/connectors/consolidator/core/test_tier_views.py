@@ -161,49 +161,59 @@ def test_a_lost_stream_asks_at_once_though_a_question_has_just_failed() -> None:
     following.views.stream_lost("disk-tier-9", 600)
 
 
-def test_a_source_that_left_is_asked_whether_it_is_there() -> None:
-    """It holds nothing until it answers, whatever its old life still says."""
-    disk, following = announcer(), Following()
-    following.hear(disk.cleared("start"), stored(disk, 1))
-    following.change(following.views.left(DISK, 1, 100))
-    following.change(following.views.left("disk-tier-9", 1, 100))
-    assert following.held == set()
-    following.hear(stored(disk, 2), now_ms=100)
-    assert following.held == set()
-    assert following.views.ask(599) == []
-    assert following.views.ask(600) == [DISK]
-    following.change(following.views.snapshot(snapshot(disk, 1, 2), 600))
-    assert following.held == {1, 2}
-
-
-def test_a_source_that_left_and_does_not_answer_is_gone() -> None:
+def test_a_source_that_left_is_heard_again_when_it_is_back() -> None:
     """Goal: a tier that was taken away is not behind until the end of the consolidator.
 
-    1. It leaves, is asked once, and is gone. 2. A late event has it asked once more. 3. The same
-    life is back in the registry: it is asked, and answers. 4. It leaves again, and is forgotten.
+    1. It leaves, and holds nothing. 2. What was under way then, events and a snapshot, brings no
+    ghost. 3. The same life is back in the registry: it is asked, and answers.
     """
     disk, following = announcer(), Following()
     views = following.views
     following.change(views.joined(DISK, "disk", 1, 0))
+    assert views.ask(0) == [DISK]
     following.hear(disk.cleared("start"), stored(disk, 1))
-    for ask_at_ms, news in ((600, views.left), (1_000, None)):
-        if news is not None:
-            following.change(news(DISK, 1, 100))
-        else:
-            following.hear(stored(disk, 2), now_ms=1_000)
-        assert views.ask(ask_at_ms) == [DISK]
-        views.snapshot_failed(DISK, ask_at_ms)
-        assert (views.behind_count, views.is_current, views.ask(10_000)) == (0, True, [])
-    following.change(views.joined(DISK, "disk", 1, 20_000))
-    assert views.ask(20_000) == [DISK]
-    following.change(views.snapshot(snapshot(disk, 1, 2), 20_000))
-    assert following.held == {1, 2}
-    following.change(views.left(DISK, 1, 30_000))
-    assert views.ask(31_000) == [DISK]
-    views.snapshot_failed(DISK, 31_000)
-    assert views.source_count == 1
-    views.ask(32_000 + FORGET_MS)
-    assert views.source_count == 0
+    late = snapshot(disk, 1)
+    following.change(views.left(DISK, 1, 100))
+    following.change(views.left("disk-tier-9", 1, 100))
+    following.hear(stored(disk, 2), disk.cleared("stop"), stored(disk, 3), now_ms=100)
+    following.change(views.snapshot(late, 100))
+    views.snapshot_failed(DISK, 100)
+    views.stream_lost(DISK, 100)
+    assert following.held == set()
+    assert (views.behind_count, views.is_current, views.ask(10**6)) == (0, True, [])
+
+
+def test_a_source_comes_back_in_the_same_life_or_in_another() -> None:
+    disk, following = announcer(), Following()
+    views = following.views
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    following.change(views.left(DISK, 1, 100))
+    following.change(views.joined(DISK, "disk", 1, 200))
+    assert views.ask(200) == [DISK]
+    following.change(views.snapshot(snapshot(disk, 1), 200))
+    assert following.held == {1}
+    following.change(views.left(DISK, 1, 300))
+    again = announcer(2)
+    following.hear(again.cleared("start"), stored(again, 5))
+    assert following.held == {5}
+
+
+def test_a_source_that_left_before_anything_was_heard_is_no_other_life() -> None:
+    """Its first event comes when it has left: it is of the life that the registry has named."""
+    disk, following = announcer(7), Following()
+    following.change(following.views.joined(DISK, "disk", 6, 0))
+    following.change(following.views.left(DISK, 7, 100))
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    assert following.held == set()
+
+
+def test_a_source_that_left_long_ago_is_forgotten() -> None:
+    following = Following()
+    following.change(following.views.joined(DISK, "disk", 1, 0))
+    following.change(following.views.left(DISK, 1, 100))
+    for now_ms, count in ((100 + FORGET_MS, 1), (101 + FORGET_MS, 0)):
+        assert following.views.ask(now_ms) == []
+        assert following.views.source_count == count
 
 
 def test_an_empty_run_has_no_block() -> None:
