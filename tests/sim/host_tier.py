@@ -163,7 +163,9 @@ class HostTier(Service):
         if not is_ours or tier is None or news.change is Change.CHANGED:
             return
         self.step(
-            host.LowerTierJoined("0", tier) if news.is_there else host.LowerTierLeft("0", tier)
+            host.LowerTierJoined("0", tier)
+            if news.is_there
+            else host.LowerTierLeft("0", tier, news.epoch)
         )
 
     def _is_lower(self, event: Event) -> bool:

@@ -330,8 +330,8 @@ class HostTierCore:
         match event:
             case LowerTierJoined(instance):
                 self._outbox += view.joined(instance, now_ms)
-            case LowerTierLeft(instance):
-                view.left(instance)
+            case LowerTierLeft(instance, _, epoch):
+                view.left(instance, epoch)
             case DiskSnapshot(instance, reply):
                 view.snapshot(instance, reply, now_ms)
             case DiskEvent():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
+from heapq import merge
+from operator import itemgetter
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slots import SlotTable
@@ -16,7 +18,9 @@ class Guests:
     def __init__(self) -> None:
         self.names: dict[SequenceHash, tuple[int, Tenant]] = {}
         """Of each the length of its slot and its tenant."""
-        self._alike: dict[tuple[int, Tenant], OrderedDict[SequenceHash, None]] = {}
+        self._alike: dict[tuple[int, Tenant], OrderedDict[SequenceHash, int]] = {}
+        """Length and tenant → names, each with its number in the order in which they came."""
+        self._added = 0
 
     def __contains__(self, name: SequenceHash) -> bool:
         return name in self.names
@@ -31,7 +35,8 @@ class Guests:
         """Add a block of a tenant in a slot of this length."""
         assert name not in self.names, f"{name.hex()} is a guest already"
         self.names[name] = alike = slot_bytes, tenant
-        self._alike.setdefault(alike, OrderedDict())[name] = None
+        self._added += 1
+        self._alike.setdefault(alike, OrderedDict())[name] = self._added
 
     def remove(self, names: Iterable[SequenceHash]) -> None:
         """Remove guests that have left, or are guests no more."""
@@ -43,9 +48,11 @@ class Guests:
                 del self._alike[key]
 
     def of(self, slot_bytes: int, tenants: Iterable[Tenant]) -> Iterator[SequenceHash]:
-        """Yield the guests of these tenants in slots of this length, the oldest of each first."""
-        for tenant in tenants:
-            yield from self._alike.get((slot_bytes, tenant), ())
+        """Yield the guests of these tenants in slots of this length, the oldest first."""
+        alike = [self._alike.get((slot_bytes, tenant)) for tenant in tenants]
+        lists = [one.items() for one in alike if one is not None]
+        for name, _ in merge(*lists, key=itemgetter(1)):
+            yield name
 
     def check(self, table: SlotTable, others: Collection[SequenceHash] = ()) -> None:
         """Assert that each is here, where it is listed, and not among these others."""

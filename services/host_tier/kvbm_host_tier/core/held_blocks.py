@@ -36,8 +36,6 @@ HORIZON_SLOTS = 100
 """A block is known to have been here until so many times the arena's blocks have left after it."""
 DEMOTED = "demoted"
 """By what a block was evicted that an agent has demoted."""
-LOOKED_MAX = 1024
-"""Guests that are pinned or not written yet, and are passed over for others, at most."""
 YIELDING_MAX = 16
 """Sessions whose pins end for blocks that find no room, at most: the next ones end more."""
 SEARCHED_PER_MS = 200
@@ -275,8 +273,7 @@ class HeldBlocks:
             # A guest goes before the blocks of its own tenant, not before those of another.
             lost_bytes = count * block_bytes
             tenants = [one for one in claim.tenants if claim.may_lose(one, lost_bytes)]
-        looked = islice(first.of(slot_bytes, tenants), count + LOOKED_MAX)
-        victims = list(islice(filter(self._is_free, looked), count))
+        victims = list(islice(filter(self._is_free, first.of(slot_bytes, tenants)), count))
         assert len(victims) <= len(first), "a guest leaves once"
         if first is self.guests:
             self._announce_removed([self.table.evict(name) for name in victims], "guest", now_ms)

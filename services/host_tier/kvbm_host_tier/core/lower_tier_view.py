@@ -156,13 +156,14 @@ class LowerTierView:
         source.ask_at_ms = min(source.ask_at_ms, now_ms)
         return self._ask(instance, now_ms)
 
-    def left(self, instance: str) -> None:
+    def left(self, instance: str, epoch: int = 0) -> None:
         """Drop what a disk tier held, and remember it as away: the tier has left."""
         self._remember_away(instance)
         self._clear(instance)
         source = self._sources.pop(instance, None)
         if source is None:
             return
+        source.begin(epoch)  # Nothing of this life may have been heard yet.
         source.leave()
         self._sources[instance] = source
         gone = [name for name, one in self._sources.items() if one.state is FollowState.GONE]

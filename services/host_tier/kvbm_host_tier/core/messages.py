@@ -143,6 +143,8 @@ class LowerTierLeft:
 
     instance: str
     tier: Tier = "disk"
+    epoch: int = 0
+    """The life that has ended, as the registry says."""
 
 
 @dataclass(frozen=True, slots=True)

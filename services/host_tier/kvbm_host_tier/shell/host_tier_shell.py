@@ -252,7 +252,7 @@ class HostTierShell:
             case Joined():
                 self._loop.complete(LowerTierJoined(instance, tier))
             case Left():
-                self._loop.complete(LowerTierLeft(instance, tier))
+                self._loop.complete(LowerTierLeft(instance, tier, record.epoch))
             case _:
                 pass
 

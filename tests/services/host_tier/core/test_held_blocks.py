@@ -48,6 +48,16 @@ class Tier:
         blocks = [Block(one, name(0), namespace.digest, 1, UNIT_BYTES) for one in names]
         self.held.commit(list(zip(slots, blocks, strict=True)), 0)
 
+    def take_guests(self, numbers: range, namespace: Namespace = NAMESPACE) -> list[int]:
+        """Take blocks of other hosts, for which there is room; returns their slots."""
+        names = [name(number) for number in numbers]
+        slots = self.held.stage(names, UNIT_BYTES, "in a test", 0)
+        for one, slot in zip(names, slots, strict=True):
+            block = Block(one, name(0), namespace.digest, 1, UNIT_BYTES)
+            self.held.add_guest(block, slot)
+            self.held.register(slot, block)
+        return slots
+
     def write(self, numbers: range) -> None:
         """Have the disk tier announce blocks."""
         blocks = [Block(name(number), name(0), NAMESPACE.digest, 1, 4096) for number in numbers]
@@ -75,6 +85,32 @@ def test_demoted_blocks_of_one_tenant_are_not_walked_for_another() -> None:
     assert len(tier.held.demoted) == COUNT
     assert tier.held.demote([name(1)]) == 0
     tier.held.check()
+
+
+def test_the_oldest_guests_leave_whichever_tenant_was_seen_first() -> None:
+    """Goal: silver, first seen and far below its share, does not lose its fresh guests."""
+    tier = Tier(1_000)
+    tier.store(range(1, 11), SILVER)
+    tier.store(range(11, 611), GOLD)
+    tier.take_guests(range(1_001, 1_301), GOLD)
+    tier.take_guests(range(2_001, 2_091), SILVER)
+    assert tier.make_room(SILVER) == OFFERED
+    gone = [number for number in range(1_001, 1_301) if name(number) not in tier.held.guests]
+    assert gone == list(range(1_001, 1_001 + OFFERED))
+    assert all(name(number) in tier.held.guests for number in range(2_001, 2_091))
+    tier.held.check()
+
+
+def test_guests_that_are_pinned_hide_none_behind_them() -> None:
+    """Goal: a free guest leaves before a block that engines of its own tenant have asked for."""
+    tier = Tier(4_000)
+    for slot in tier.take_guests(range(1, 2_501)):
+        tier.held.table.pin(slot)
+    tier.store(range(10_001, 11_001), GOLD)
+    tier.take_guests(range(20_001, 20_501), GOLD)
+    assert tier.make_room(GOLD) == OFFERED
+    assert all(tier.held.table.holds(name(number)) for number in range(10_001, 11_001))
+    assert len(tier.held.guests) == 3_000 - OFFERED
 
 
 def test_a_full_staging_arena_is_not_searched_for_each_offer() -> None:

@@ -376,6 +376,17 @@ def test_an_event_that_was_under_way_brings_no_instance_back() -> None:
     assert (content(view), view.instances, view.epoch("0")) == ({4}, ["0"], 2)
 
 
+def test_an_instance_that_left_unheard_is_brought_back_by_no_event() -> None:
+    """It joined, and its first event comes when it has left: the registry has named that life."""
+    source = disk()
+    view = LowerTierView()
+    view.joined("0")
+    view.left("0", epoch=1)
+    assert view.apply("0", source.cleared("start")) == (0, [])
+    assert view.apply("0", stored(source, 1)) == (0, [])
+    assert (content(view), view.instances, view.tick(3_600_000)) == (set(), [], [])
+
+
 def test_instances_that_came_and_went_are_remembered_up_to_a_bound() -> None:
     """The ones that left last; one that is there is none of them."""
     view = following(disk(), 1)
