@@ -71,11 +71,12 @@ keeps two messages of each engine for an hour, which a soak may not reach.
 """
 OF_ONE = {
     ("nats", "memory"): Bound(128.0 * MIB),
-    ("host-tier", "descriptors"): Bound(16.0),
+    ("host-tier", "descriptors"): Bound(16.0, 0.01),
     ("consolidator", "descriptors"): Bound(16.0),
 }
 """The server's collector lets its heap double, and it knows the events of two minutes. Host tier
-and consolidator have connections to the engines of now, which are not always as many."""
+and consolidator have connections to the engines of now, which are not always as many. NIXL keeps a
+socket for each mover of the host tier where an engine was dead when it was added."""
 
 
 BY_FAULT = ("descriptors",)
