@@ -688,6 +688,7 @@ class World:
             case ["disk", "lost"], _:
                 self.harness.send(TierLeft(self.disk.source, 1))
                 self.harness.now_ms += 60_000
+                self.harness.send(TierJoined(self.disk.source, "disk", 1))
                 self.disk.answer()
             case ["stream", "lost"], _:
                 self.lose_stream()
