@@ -123,19 +123,24 @@ async def test_a_service_is_tried_again_when_the_machine_had_no_process_to_give(
     assert "sample cannot be started: [Errno 11] planted" in caplog.text
 
 
+async def wait_served(stack: Stack) -> None:
+    """Wait until the service `sample` answers over the stack's NATS."""
+    bus = await Bus.connect(stack.admin, "test", deadline_s=DEADLINE_S)
+    subject = f"kvbm.v1.sample.{stack.settings.host}.0.stats"
+    await ask_until(
+        lambda: bus.request(subject, b"{}", deadline_s=1),
+        deadline_s=DEADLINE_S, despite=NoResponder,
+    )  # fmt: skip
+    await bus.close()
+
+
 async def test_crashed_nats_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     """Goal: with `restart`, NATS comes back where it was, and takes the credentials of before."""
     async with Stack.private(services=["sample"], restart=True) as stack:
         first, service = stack.pids["nats"], stack.pids["sample"]
         os.kill(first, signal.SIGKILL)
         await wait_until(lambda: stack.pids.get("nats", first) != first)
-        bus = await Bus.connect(stack.admin, "test", deadline_s=DEADLINE_S)
-        subject = f"kvbm.v1.sample.{stack.settings.host}.0.stats"
-        await ask_until(
-            lambda: bus.request(subject, b"{}", deadline_s=1),
-            deadline_s=DEADLINE_S, despite=NoResponder,
-        )  # fmt: skip
-        await bus.close()
+        await wait_served(stack)
         assert stack.pids["sample"] == service
         assert "nats has ended" in caplog.text
         await stack.kill("nats")
@@ -174,13 +179,7 @@ async def test_service_survives_nats() -> None:
         pid = stack.pids["sample"]
         await stack.kill("nats")
         await stack.start("nats")
-        bus = await Bus.connect(stack.admin, "test")
-        subject = f"kvbm.v1.sample.{stack.settings.host}.0.stats"
-        await ask_until(
-            lambda: bus.request(subject, b"{}", deadline_s=1),
-            deadline_s=DEADLINE_S, despite=NoResponder,
-        )  # fmt: skip
-        await bus.close()
+        await wait_served(stack)
         assert stack.pids["sample"] == pid
 
 

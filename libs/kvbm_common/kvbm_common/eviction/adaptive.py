@@ -149,8 +149,8 @@ class Adaptive:
         if self._once.pop(block, None) is None and self._again.pop(block, None) is None:
             self._former.hold(block)
         self._reused.discard(block)
+        self._departed.add(block, self._here)  # As many are remembered as were here with it.
         self._here -= 1
-        self._departed.add(block, self._here)
 
     def _sample(self, block: SequenceHash) -> None:
         """Have a block take part in the contest, if it is in the sample."""
