@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvbm_common.errors import ServiceFailed
+from kvbm_common.errors import KvbmError
 from kvbm_common.nats.embedded_server import NatsServer
 
 from kvbm_cli.service_process import Pauses
@@ -65,7 +65,7 @@ class NatsProcess:
             pauses.begin()
             try:
                 await self.server.start()
-            except (OSError, ServiceFailed) as error:
+            except (OSError, KvbmError) as error:
                 _log.warning("nats cannot be started: %s", error)
             else:
                 self.restarts += 1

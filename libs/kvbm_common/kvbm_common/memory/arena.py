@@ -172,7 +172,11 @@ class Arena:
         self._populating = threading.Thread(
             target=self._populate, args=(done,), name="arena-populate", daemon=True
         )
-        self._populating.start()
+        try:
+            self._populating.start()
+        except RuntimeError as error:  # The process may have no more threads.
+            self._populating = None
+            done.set_exception(ArenaUnavailable(f"cannot map all of {self.path}: {error}"))
         return done
 
     def close(self) -> None:

@@ -175,8 +175,8 @@ class StreamInfo(msgspec.Struct, frozen=True):
         Where the size ends messages it is the age of the oldest, else the age that is kept.
         """
         first, most = self.state.first_ts, self.config.max_bytes
-        if first is None:
-            return math.inf
+        if first is None or not self.state.last_seq:
+            return math.inf  # The server dates the first message of an empty stream to the year 1.
         age_s, kept_s = max(0.0, (now - first).total_seconds()), self.config.max_age / 1e9
         if 0 < most <= self.state.bytes / NEARLY_FULL:
             return age_s

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from pathlib import Path
 from unittest.mock import Mock
@@ -96,6 +97,18 @@ def test_closing_stops_populating(shm_dir: Path, monkeypatch: pytest.MonkeyPatch
     done = owner.populate()
     owner.close()
     assert done.done()
+
+
+def test_an_arena_is_usable_where_no_thread_can_populate_it(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a limit of processes `start` raises RuntimeError."""
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+    with Arena.create(shm_dir, "kvbm-a", SIZE) as owner:
+        with pytest.raises(ArenaUnavailable, match="no thread"):
+            owner.populate().result(LIMIT_S)
+        owner.array[:] = 5
+        assert bool(np.all(owner.array == 5))
 
 
 def test_too_little_space_names_both_sizes(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

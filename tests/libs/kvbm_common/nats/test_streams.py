@@ -72,6 +72,13 @@ def test_the_horizon_is_the_oldest_message_where_size_ends_messages(
     assert StreamInfo(NOW, state, sizes).horizon_s(NOW) == horizon_s
 
 
+def test_a_stream_that_never_held_a_message_has_forgotten_nothing() -> None:
+    """NATS dates the first message of an empty stream to the year 1."""
+    state = StreamState(1, 0, first_ts=datetime(1, 1, 1, tzinfo=UTC))
+    sizes = StreamSizes(max_bytes=100, max_age=6 * 3600 * 10**9)
+    assert StreamInfo(NOW, state, sizes).horizon_s(NOW) == math.inf
+
+
 def test_the_horizon_does_not_jump_when_the_size_begins_to_end_messages() -> None:
     """Goal: no false alert by slope. A steady source fills the stream in three of its six hours."""
     sizes, found = StreamSizes(max_bytes=10_800, max_age=6 * 3600 * 10**9), []
