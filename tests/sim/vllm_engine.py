@@ -84,8 +84,9 @@ class Half:
         self._engine.carry_out(self._engine.core.hint(session, action, names, ttl_ms=ttl_ms))
 
     def offer(
-        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
-    ) -> int | None:
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b"",
+        hurry: bool = True,
+    ) -> int | None:  # fmt: skip
         """See ConnectorCore.offer."""
         engine = self._engine
         offer, effects = engine.core.offer(

@@ -263,16 +263,17 @@ class SchedulerHalf:
         self._run("forget", lambda: self._core.forget(request), hurry=hurry)
 
     def offer(
-        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
-    ) -> int | None:
-        """Offer device blocks: see ConnectorCore.offer."""
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b"",
+        hurry: bool = True,
+    ) -> int | None:  # fmt: skip
+        """Offer device blocks: see ConnectorCore.offer. Without `hurry` it may wait 100 ms."""
         offer: int | None = None
         effects: list[Effect] = []
         with self._guarded("offer"):
             offer, effects = self._core.offer(
                 runs, _now_ms(), priority=priority, namespace=namespace
             )
-        self._carry_out(effects)
+        self._carry_out(effects, hurry=hurry)
         return offer
 
     def revoke(self, offer: int) -> None:
@@ -389,7 +390,7 @@ class SchedulerHalf:
                 case ToHost(message):
                     self._thread.say(self._host, message, ring=hurry)
                 case ToEvents(message):
-                    self._thread.say(self._events[0], message)
+                    self._thread.say(self._events[0], message, ring=hurry)
                 case OfferEnded():
                     self._ended.append(effect)
 

@@ -266,7 +266,7 @@ class DeviceOffers:
         found = sum(len(part.run.blocks) for part in self._unsent)
         is_enough = found >= DECODED_TOGETHER or self._steps_waited >= WAIT_STEPS_MAX
         if is_enough or not self._can_wait:
-            self.send()
+            self.send(hurry=not self._can_wait)
 
     def preempted(self, tracked: Tracked) -> None:
         """End the offers of a request, and those that wait: vLLM has freed its blocks."""
@@ -285,12 +285,12 @@ class DeviceOffers:
             self._unsent.remove(part)
             self.known.discard(part.run.hashes)
 
-    def send(self) -> None:
-        """Offer what was found since the last time, or have it wait for the next mark."""
+    def send(self, *, hurry: bool = True) -> None:
+        """Offer what was found, or have it wait for the next mark. Without `hurry`: in 100 ms."""
         unsent, self._unsent = self._unsent, []
         self._steps_waited, self._can_wait = 0, True
         if self._marks is None or not self._half.epoch:
-            self._send_all(unsent)  # Without a host tier no block waits for a mark.
+            self._send_all(unsent, hurry=hurry)  # Without a host tier no block waits for a mark.
         elif unsent:
             behind = self._behind.setdefault(self._marks.next, [])
             behind += [self._hold_part(part, self._marks.next) for part in unsent]
@@ -332,7 +332,7 @@ class DeviceOffers:
             if part.held and self._holds is not None:
                 self._holds.release(part.run.blocks)
 
-    def _send_all(self, found: Sequence[_Part]) -> None:
+    def _send_all(self, found: Sequence[_Part], *, hurry: bool = True) -> None:
         """Offer parts, those of one group together, up to TOGETHER_BLOCKS_MAX blocks."""
         parts: list[_Part] = []
         count = 0
@@ -340,15 +340,15 @@ class DeviceOffers:
         for part in sorted(found, key=lambda one: one.group.table):
             count += len(part.run.blocks)
             if parts and (part.group is not parts[0].group or count > TOGETHER_BLOCKS_MAX):
-                self._send(parts)
+                self._send(parts, hurry=hurry)
                 parts, count = [], len(part.run.blocks)
             parts.append(part)
         if parts:
-            self._send(parts)
+            self._send(parts, hurry=hurry)
 
-    def _send(self, parts: Sequence[_Part]) -> None:
+    def _send(self, parts: Sequence[_Part], *, hurry: bool) -> None:
         digest = parts[0].group.hasher.namespace.digest if self._holds is not None else b""
-        offer = self._half.offer([part.run for part in parts], namespace=digest)
+        offer = self._half.offer([one.run for one in parts], namespace=digest, hurry=hurry)
         if offer is None:  # No host tier is there, or too much is on offer: it is counted.
             self._drop(parts)
             return

@@ -163,6 +163,16 @@ def test_an_offer_is_pulled_confirmed_and_ended(
     assert half.drain_ended() == []
 
 
+def test_offers_that_may_wait_leave_in_their_order(
+    half: Half, host: Host, events: Consolidator
+) -> None:
+    """1. Alone, within 100 ms. 2. Before one that leaves at once."""
+    first = half.offer([RUN], hurry=False)
+    assert events.hear(Offered).offer == first
+    others = [half.offer([RUN], hurry=False), half.offer([RUN])]
+    assert [events.hear(Offered).offer for _ in others] == others
+
+
 def test_a_revoked_offer_is_not_confirmed(half: Half, host: Host, events: Consolidator) -> None:
     offer = half.offer([RUN])
     assert offer is not None

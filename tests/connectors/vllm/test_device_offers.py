@@ -65,8 +65,9 @@ class Half:
     ) -> None: ...
 
     def offer(
-        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
-    ) -> int | None:
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b"",
+        hurry: bool = True,
+    ) -> int | None:  # fmt: skip
         if not self.takes:
             return None
         number = len(self.offered) + 1

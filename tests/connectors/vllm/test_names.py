@@ -71,7 +71,9 @@ class FakeHalf:
         self, session: str, action: Action, names: Sequence[SequenceHash] = (), *, ttl_ms: int = 0
     ) -> None: ...
 
-    def offer(self, runs: Any, *, priority: int = 0, namespace: bytes = b"") -> int:
+    def offer(
+        self, runs: Any, *, priority: int = 0, namespace: bytes = b"", hurry: bool = True
+    ) -> int:
         self.offers += 1
         return self.offers
 

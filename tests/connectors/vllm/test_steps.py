@@ -27,11 +27,16 @@ class Half(FakeHalf):
     def __init__(self) -> None:
         super().__init__()
         self.runs: dict[int, Sequence[OfferRun]] = {}
+        self.hurries: list[bool] = []
         self.ended: list[OfferEnded] = []
 
-    def offer(self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b"") -> int:
+    def offer(
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b"",
+        hurry: bool = True,
+    ) -> int:  # fmt: skip
         number = super().offer(runs)
         self.runs[number] = runs
+        self.hurries.append(hurry)
         return number
 
     def drain_ended(self) -> list[OfferEnded]:
@@ -136,6 +141,7 @@ def test_blocks_that_were_decoded_wait_for_others() -> None:
         first = [100 * number for number in range(1, count + 1)]
         decoded = [block + index for block in first for index in range(1, DECODED_BLOCKS + 1)]
         assert engine.half.blocks == [first, decoded]
+        assert engine.half.hurries == [True, False], "only a prompt's blocks leave at once"
 
 
 def test_a_request_that_ends_offers_all_that_has_waited() -> None:
@@ -148,6 +154,7 @@ def test_a_request_that_ends_offers_all_that_has_waited() -> None:
     assert engine.side.finished(engine.requests[0], [list(range(100, 150))])
     decoded = [block + index for block in (100, 200) for index in range(1, DECODED_BLOCKS + 1)]
     assert engine.half.blocks == [[100, 200], decoded]
+    assert engine.half.hurries == [True, True], "vLLM waits for the blocks"
 
 
 def test_a_preempted_request_offers_nothing_that_has_waited() -> None:

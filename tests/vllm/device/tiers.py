@@ -135,8 +135,9 @@ class Tiers:
     # --- offers -------------------------------------------------------------------------------
 
     def offer(
-        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
-    ) -> int | None:
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b"",
+        hurry: bool = True,
+    ) -> int | None:  # fmt: skip
         if self._rng.random() < 0.03:
             return None
         self._next += 1
