@@ -31,8 +31,6 @@ class Plan:
     """The first engine of each host is one with vLLM's scheduler."""
     overlapped: bool
     """vLLM schedules a step while another one is computed."""
-    sync_loads: bool
-    """vLLM's step waits for its loads."""
     cut: Cut
     """How blocks are cut, and the shapes of engines."""
     conversations: int
@@ -109,11 +107,6 @@ class Plan:
         return self.hosts * self.host_tiers > 1
 
     @property
-    def overlaps(self) -> bool:
-        """Return whether two steps may be in flight: one that waits for its loads is alone."""
-        return self.overlapped and not self.sync_loads
-
-    @property
     def has_disk(self) -> bool:
         """Return whether there is a disk tier."""
         return self.below != "object"
@@ -154,7 +147,6 @@ def draw_plan(rng: random.Random, shapes: random.Random) -> Plan:
         engines=_draw_engines(rng, hosts, has_peers=has_peers, several=len(sizes) > 1),
         vllm=rng.random() < 0.4,
         overlapped=rng.random() < 0.6,
-        sync_loads=rng.random() < 0.3,
         cut=shapes.choice(CUTS) if rng.choice((1, 1, 2)) > 1 else WHOLE,
         conversations=rng.choice((3, 6, 12)),
         device_blocks=rng.randint(16, 36),

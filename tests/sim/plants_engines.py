@@ -49,7 +49,7 @@ def take_hits_for_computed(patch: pytest.MonkeyPatch) -> None:
 
     def planted(tracked: Tracked) -> int:
         request = tracked.request
-        if tracked.lease is not None and (not tracked.sync or request.num_in_flight_tokens):
+        if tracked.lease is not None:
             return 0
         done = request.num_computed_tokens - request.num_in_flight_tokens
         return min(done, request.num_tokens)
@@ -67,11 +67,6 @@ def offer_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
         return min(request.num_computed_tokens, request.num_tokens)
 
     patch.setattr(Tracked, "computed", planted)
-
-
-def keep_what_an_aborted_request_loads(patch: pytest.MonkeyPatch) -> None:
-    """Blocks stay in the device's cache though the load of their aborted request may yet fail."""
-    patch.setattr(Tracked, "awaits_its_load", False)
 
 
 def verify_on_the_first_rank_only(patch: pytest.MonkeyPatch) -> None:
@@ -115,11 +110,6 @@ DUPLICATED = {
     **ONE_HOST, "duplicates": 1.0, "stalls": 0.05, "confirm_ms": 50, "faults": (),
     "device_blocks": 16, "host_slots": 60, "delay_ms": 20.0, "conversations": 12, "loss": 0.0,
 }  # fmt: skip
-SYNC_LOADS = {
-    **VLLM, "sync_loads": True, "lease_ms": 800, "host_slots": 40, "device_blocks": 30,
-    "late": {"pull": 0.0, "load": 0.9, "read": 0.0, "write": 0.0}, "conversations": 12,
-    "delay_ms": 0.5, "stalls": 0.0, "loss": 0.0, "verified": False, "faults": (),
-}  # fmt: skip
 TWO_RANKS = {
     **ONE_HOST, "cut": RANKS, "verified": True, "faults": ("rot arena",), "fault_every_ms": 300.0,
 }  # fmt: skip
@@ -132,7 +122,6 @@ PLANTS = (
     Plant("a duplicate offer is pulled", pull_a_duplicate_offer, WRONG_BYTES, DUPLICATED),
     Plant("a hit is taken for computed", take_hits_for_computed, WRONG_BYTES, VLLM),
     Plant("what is in flight is offered", offer_what_is_in_flight, WRONG_BYTES, VLLM),
-    Plant("an aborted load is kept", keep_what_an_aborted_request_loads, WRONG_BYTES, SYNC_LOADS),
     Plant("a rank does not verify", verify_on_the_first_rank_only, WRONG_BYTES, TWO_RANKS),
     Plant("a part is not compared", leave_a_part_out, WRONG_BYTES, MANY_SHAPES),
     Plant("replicas are pulled", pull_replicas_too, "is pulled from", SAME_RANKS),

@@ -46,7 +46,7 @@ SEEN = (
         "bucket down",
     ),
     *("vllm hit in the same step", "vllm steps overlap", "vllm preempted", "vllm abort of a load"),
-    *("vllm load", "vllm load in the step", "vllm several answers", "vllm cache reset"),
+    *("vllm load", "vllm several answers", "vllm cache reset"),
     *("vllm blocks sent", "vllm offer revoked", "vllm free deferred"),
     *(f"fault: {fault}" for fault in ALL_FAULTS),
 )

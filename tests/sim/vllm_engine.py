@@ -9,7 +9,7 @@ until then it is garbage. What the host tier pulls is what is there at that mome
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvbm_common.identity import SequenceHash
@@ -115,19 +115,14 @@ class VllmEngine(EngineNode):
     def begin(self) -> None:
         plan = self.world.plan
         self.half = Half(self)
-        self.side = SchedulerSide(
-            self.half, self.hasher, world_size=len(self.shape), sync=plan.sync_loads
-        )
+        self.side = SchedulerSide(self.half, self.hasher, world_size=len(self.shape))
         self.scheduler = Scheduler(
             self.world, self, self.pool, self.side, self.block_tokens, len(self.shape)
         )
         self.side.evict = self._evict
-        self._flying_max = 2 if plan.overlaps else 1
+        self._flying_max = 2 if plan.overlapped else 1
         self._flying: deque[Step] = deque()
         self._ended: list[list[LoadResult]] = [[] for _ in self.workers]
-        self._waits_for = 0
-        """Loads that the step which is computed waits for."""
-        self._goes_on: Callable[[], None] = lambda: None
 
     def offer_ended(self, ended: OfferEnded) -> None:
         self.half.ended.append(ended)
@@ -164,20 +159,17 @@ class VllmEngine(EngineNode):
 
     def disturb(self) -> None:
         rng, scheduler = self.world.rng, self.scheduler
-        requests = [r for r in scheduler.unfinished() if not r.is_recovering]
+        requests = list(scheduler.unfinished())
         if requests and rng.random() < 0.05:
             self.world.marks["vllm abort"] += 1
-            awaited = {load.request for step in self._flying for load in step.plan.loads}
-            loading = [r for r in requests if r.status is Status.LOADING or r.request_id in awaited]
+            loading = [r for r in requests if r.status is Status.LOADING]
             scheduler.abort(rng.choice(loading or requests))  # They are few, and never long.
             self.poke()
-        if self._flying and not self.world.plan.overlaps:
+        if self._flying and not self.world.plan.overlapped:
             return  # Aborts are all that vLLM takes while its only step is computed.
         if scheduler.running and rng.random() < 0.03:
-            victim = scheduler.running[-1]
-            if not victim.is_recovering:
-                scheduler.preempt(victim)
-                self.poke()
+            scheduler.preempt(scheduler.running[-1])
+            self.poke()
         if rng.random() < 0.02:
             scheduler.reset(running=rng.random() < 0.5)
             self.poke()
@@ -219,23 +211,15 @@ class VllmEngine(EngineNode):
         marks["vllm hit in the same step"] += bool(shared)
 
     def _compute(self, step: Step) -> None:
-        """Begin to compute a step; its loads begin with it, or before it."""
-        self._goes_on = partial(self._forward, step)
-        self._waits_for = len(step.plan.loads) * len(self.workers) if step.plan.sync else 0
+        """Begin to compute a step; its loads begin before it."""
         for load in step.plan.loads:
             for worker in self.workers:
-                worker.start(load, partial(self._part_ended, worker.rank, step.plan.sync))
-        if not step.plan.sync or not step.plan.loads:
-            self._forward(step)
+                worker.start(load, partial(self._part_ended, worker.rank))
+        self._forward(step)
 
-    def _part_ended(self, rank: int, is_sync: bool, result: LoadResult) -> None:
+    def _part_ended(self, rank: int, result: LoadResult) -> None:
         self._ended[rank].append(result)
-        if is_sync:
-            self._waits_for -= 1
-            if not self._waits_for:
-                self._goes_on()
-        else:
-            self.poke()
+        self.poke()
 
     def _forward(self, step: Step) -> None:
         """Compute: what is written is garbage until the end."""
@@ -260,7 +244,7 @@ class VllmEngine(EngineNode):
             for result in results:
                 step.bad_blocks.update(result.load.blocks[result.usable :])
         for part in step.parts:
-            self._check_inputs(part, step.bad_blocks)
+            self._check_inputs(part)
         self.later(self.world.rng.uniform(0.2, 1.5) * OUTPUT_MS, partial(self._output, step))
 
     def _write(self, part: Scheduled) -> None:
@@ -273,13 +257,10 @@ class VllmEngine(EngineNode):
                     garbage = [PARTIAL + worker.device.garbage() for _ in worker.share.parts]
                     worker.device.put(part.blocks[index], garbage)
 
-    def _check_inputs(self, part: Scheduled, bad_blocks: set[int]) -> None:
+    def _check_inputs(self, part: Scheduled) -> None:
         """Require that everything which a step has read was right when it was over: blocks of
         earlier steps, and of requests before it in the same step."""
-        count = part.start // self.block_tokens
-        if bad_blocks.intersection(part.blocks[:count]):
-            return  # vLLM drops what it has computed from a failed load.
-        for index in range(count):
+        for index in range(part.start // self.block_tokens):
             where = f"{part.request.request_id} block {index}"
             self.check_block(part.request.names[index], part.blocks[index], where)
 

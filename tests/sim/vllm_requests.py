@@ -48,8 +48,6 @@ class Request:
     placeholders: int = 0
     """Tokens that steps in flight will sample."""
     last_step: int = 0
-    is_recovering: bool = False
-    """A load that its step had waited for has failed: what it shares is recomputed first."""
     cache_salt: str | None = None
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
@@ -133,20 +131,10 @@ class Cache(Protocol):
     def say_cleared(self) -> None: ...
 
 
-def cut_at_bad(
-    request: Request, bad: set[int], block_tokens: int, scheduled: int, marked: set[int]
-) -> bool:
-    """Cut what counts as computed of a request at its first bad block that no request before it
-    recomputes (`marked`); return whether it has bad blocks at all.
-
-    `scheduled`: its tokens in the step of which this is the output.
-    """
-    computed = request.num_computed_tokens - scheduled
-    count = -(-computed // block_tokens)
+def cut_at_bad(request: Request, bad: set[int], block_tokens: int) -> bool:
+    """Cut what counts as computed at a request's first bad block; tell whether it has any."""
+    count = -(-request.num_computed_tokens // block_tokens)
     mine = [index for index, block in enumerate(request.blocks[:count]) if block in bad]
-    if not mine:
-        return False
-    first = next((index for index in mine if request.blocks[index] not in marked), None)
-    request.num_computed_tokens = computed if first is None else first * block_tokens
-    marked.update(request.blocks[index] for index in mine)
-    return True
+    if mine:
+        request.num_computed_tokens = mine[0] * block_tokens
+    return bool(mine)

@@ -115,7 +115,7 @@ class Scheduler:
                 return False
             victim = self.running[-1]
             # As vLLM: blocks that a step in flight may write come back later: no help now.
-            if victim.is_recovering or victim.last_step > self._processed:
+            if victim.last_step > self._processed:
                 return False
             counts.pop(victim.request_id, None)
             self.preempt(victim)
@@ -180,9 +180,10 @@ class Scheduler:
             return self._start(request, request.num_computed_tokens, budget)
         hits = self._hits(request)
         local = len(hits) * self._size
-        external, is_async = self._side.matched(request, local)
+        external, is_loading = self._side.matched(request, local)
         if external is None:
             return 0
+        assert is_loading == bool(external), f"{external} tokens in the step itself"
         if not self._fits(request):
             return None
         self._pool.hold(hits)
@@ -190,7 +191,7 @@ class Scheduler:
         assert not before, f"{request.request_id} has blocks already"
         request.cached = len(hits)
         total = local + external
-        if is_async:
+        if is_loading:
             if not self._grow_uncached(request, total):
                 self._give_back(request)
                 return None
@@ -198,7 +199,7 @@ class Scheduler:
             self._world.marks["vllm load"] += 1
             request.status, request.num_computed_tokens = Status.LOADING, total
             return 0
-        count = self._start(request, total, budget, external)
+        count = self._start(request, total, budget)
         self._world.marks["vllm device hit"] += bool(hits) and count is not None
         if count is None:
             self._give_back(request)
@@ -233,12 +234,11 @@ class Scheduler:
         request.blocks += allocated[0]
         return True
 
-    def _start(self, request: Request, computed: int, budget: int, external: int = 0) -> int | None:
+    def _start(self, request: Request, computed: int, budget: int) -> int | None:
         count = min(request.known - computed, budget)
         if not self._grow(request, computed + count):
             return None
-        self._side.allocated(request, request, external)
-        self._world.marks["vllm load in the step"] += bool(external)
+        self._side.allocated(request, request, 0)
         request.num_computed_tokens = computed
         request.status = Status.RUNNING
         self.waiting.remove(request)
@@ -255,24 +255,20 @@ class Scheduler:
         """Take the output of a step; return the requests that have finished."""
         self._processed = step.number
         self._drain_deferred()
-        failed = self._mark_invalid(step)
+        self._mark_invalid(step)
         finished: list[Request] = []
         for part in step.parts:
-            self._update_one(part, part.request.request_id in failed, finished)
+            self._update_one(part, finished)
         self._update_loads(step)
         return finished
 
-    def _update_one(self, part: Scheduled, is_failed: bool, finished: list[Request]) -> None:
+    def _update_one(self, part: Scheduled, finished: list[Request]) -> None:
         request = part.request
         request.num_in_flight_tokens -= part.count
         is_stale = request.stale_tokens > 0
         request.stale_tokens -= part.count if is_stale else 0
-        if is_failed:
-            request.placeholders, request.is_recovering = 0, True
-            return
         if request.status is not Status.RUNNING or is_stale:
             return
-        request.is_recovering = False
         if not part.samples:
             return
         request.placeholders -= 1
@@ -283,22 +279,13 @@ class Scheduler:
             self.finish(request)
             finished.append(request)
 
-    def _mark_invalid(self, step: Step) -> set[str]:
-        """As _handle_invalid_blocks: cut what counts as computed at the first bad block. Return
-        the requests of this step that must be computed again."""
-        bad = step.bad_blocks
-        if not bad:
-            return set()
-        marked: set[int] = set()
+    def _mark_invalid(self, step: Step) -> None:
+        """As _handle_invalid_blocks: cut what counts as computed at the first bad block."""
         for request in self.waiting:
-            if request.status is Status.LOADING and cut_at_bad(request, bad, self._size, 0, marked):
+            if request.status is Status.LOADING and cut_at_bad(
+                request, step.bad_blocks, self._size
+            ):
                 self._failed.add(request.request_id)
-        counts = {part.request.request_id: part.count for part in step.parts}
-        return {
-            request.request_id
-            for request in self.running
-            if cut_at_bad(request, bad, self._size, counts.get(request.request_id, 0), marked)
-        }
 
     def _update_loads(self, step: Step) -> None:
         """Hear the ranks, and free what has been sent."""
@@ -306,14 +293,12 @@ class Scheduler:
             if results:
                 self._side.reported(StepReport(tuple(results)))
             for result in results:
-                self._load_arrived(result.load.request, is_sync=step.plan.sync)
+                self._load_arrived(result.load.request)
         for name in step.plan.sent:
             self._world.marks["vllm blocks sent"] += 1
             self._free_finished(self.requests[name])
 
-    def _load_arrived(self, name: str, *, is_sync: bool) -> None:
-        if is_sync:
-            return
+    def _load_arrived(self, name: str) -> None:
         self._arrived[name] = self._arrived.get(name, 0) + 1
         if self._arrived[name] < self._ranks:
             return
@@ -358,8 +343,6 @@ class Scheduler:
     def reset(self, *, running: bool) -> bool:
         """Forget the device's cache; with `running`, preempt what runs."""
         if running:
-            if any(request.is_recovering for request in self.running):
-                return False
             for request in reversed(list(self.running)):
                 self.preempt(request)
         if not self._pool.reset():

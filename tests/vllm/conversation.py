@@ -21,10 +21,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """`run` the asks, `reset` the prefix cache, `dump` its content, `load sync`, `load async`,
-    `verify never`, `hold loads`, `time calls`, `load weights`, `reset all`, `reset
-    refused` (while the first ask runs; ok: vLLM has refused), `pause`, `park`, `restore`,
-    `state` (nothing but the reply) or `stop`."""
+    """`run` the asks, `reset` the prefix cache, `dump` its content, `verify never`,
+    `hold loads`, `time calls`, `load weights`, `reset all`, `reset refused` (while the first ask
+    runs; ok: vLLM has refused), `pause`, `park`, `restore`, `state` (nothing but the reply) or
+    `stop`."""
 
     what: str
     path: str = ""

@@ -69,8 +69,6 @@ class Engine:
                 answers = self._run(command.asks)
             case "reset":
                 ok = bool(self._engine.reset_prefix_cache())
-            case "load sync" | "load async":
-                self.connector._scheduler._sync = command.what == "load sync"
             case "verify never":
                 worker_of_this_process()._worker._half._pulls._verify_every = 0
             case "time calls":

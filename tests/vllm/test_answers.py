@@ -55,8 +55,7 @@ def usable_tokens(length: int) -> int:
     return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-def test_device_and_host_answer_like_a_cold_run(engine: EngineProcess, load: str) -> None:
+def test_device_and_host_answer_like_a_cold_run(engine: EngineProcess) -> None:
     """Goal: a load changes nothing but the time.
 
     1. For prompts around every edge of blocks and chunks: a cold run, a hit on the device, and
@@ -64,8 +63,7 @@ def test_device_and_host_answer_like_a_cold_run(engine: EngineProcess, load: str
     2. All blocks that can come from a cache did. The last two answers are equal bit for bit; the
        cold run computes long prompts in other chunks, which alone moves logprobs by 1e-6.
     """
-    engine.say(Command(what=f"load {load}"))
-    for seed, length in enumerate(LENGTHS, start=100 if load == "sync" else 0):
+    for seed, length in enumerate(LENGTHS):
         tokens = prompt(seed, length)
         cold = engine.run(Ask(name=f"cold {seed}", tokens=tokens))
         local = engine.run(Ask(name=f"local {seed}", tokens=tokens))
@@ -76,17 +74,14 @@ def test_device_and_host_answer_like_a_cold_run(engine: EngineProcess, load: str
         assert same(loaded, local), length
         assert alike(cold, local), length
     assert engine.count("load_failed_blocks") == 0
-    engine.say(Command(what="load async"))
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-def test_concurrent_requests_share_what_they_load(engine: EngineProcess, load: str) -> None:
+def test_concurrent_requests_share_what_they_load(engine: EngineProcess) -> None:
     """Goal: requests with a common prefix that come together get the same answers as alone.
 
     Batches change the last bits of logprobs, so only tokens are compared here.
     """
-    engine.say(Command(what=f"load {load}"))
-    first = 1000 if load == "async" else 1100
+    first = 1000
     common = prompt(first, 320)
     prompts = [common + prompt(first + number, 20 + 40 * number) for number in range(1, 9)]
     alone = [engine.run(Ask(name=f"{first} {n}", tokens=p))[0] for n, p in enumerate(prompts)]
@@ -96,7 +91,6 @@ def test_concurrent_requests_share_what_they_load(engine: EngineProcess, load: s
     )
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
     assert all(answer.cached >= 320 - BLOCK_TOKENS for answer in together)
-    engine.say(Command(what="load async"))
 
 
 def test_it_keeps_off_the_processor_that_computes(engine: EngineProcess) -> None:

@@ -128,7 +128,6 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler_half,
             Hasher(self._namespace),
             world_size=self._world_size,
-            sync=self._options.load == "sync",
             rewritten=rewritten_by_drafts(self._vllm_config),
             groups=self._groups,
             holds=self._holds,

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_common.errors import ConfigError
-
 from kvbm_connectors.client.engine_options import EngineOptions, settings_of
 
 WHERE = "kv_connector_extra_config"
-LOADS = ("async", "sync")
 RECOMPUTE = "recompute"
 
 log = logging.getLogger(__name__)
@@ -23,20 +20,18 @@ log = logging.getLogger(__name__)
 class Options(EngineOptions):
     """What is in force in one engine."""
 
-    load: str = "async"
-    """`async`: other requests compute while blocks are loaded. `sync`: the step waits for them,
-    which saves a lone request two steps."""
     revision: str = ""
     """What the weights are called in the names of blocks, if their content cannot be read here."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
         """See `settings_of`. Raises ConfigError for a value that does not parse."""
-        load = str(extra.get("load", "async"))
-        if load not in LOADS:
-            raise ConfigError(f"{WHERE}.load", load, " or ".join(LOADS))
+        if extra.get("load", "async") != "async":
+            # vLLM keeps the blocks of a failed synchronous load in its prefix cache until it has
+            # computed them again, and loses the thread if the next step is planned already.
+            log.warning("%s.load is ignored: loads are asynchronous", WHERE)
         settings = settings_of(extra, environ, where=WHERE, others=("load", "revision"))
-        return cls(settings, load, str(extra.get("revision", "")))
+        return cls(settings, str(extra.get("revision", "")))
 
 
 def recompute_failed_loads(transfer: Any) -> None:

@@ -21,8 +21,6 @@ class StepPlan:
     """Scheduler half to worker halves, once a step."""
 
     loads: tuple[Load, ...] = ()
-    sync: bool = False
-    """The loads must be in before this step computes."""
     offering: bool = False
     """The host tier may be reading device blocks, or will when a mark is over."""
     sent: tuple[str, ...] = ()

@@ -53,7 +53,6 @@ class SchedulerSide:
         hasher: Hasher,
         *,
         world_size: int = 1,
-        sync: bool = False,
         rewritten: int | None = None,
         adapters: Adapters | None = None,
         groups: Sequence[KvGroup] = (),
@@ -62,8 +61,8 @@ class SchedulerSide:
     ) -> None:
         """Follow the requests of an engine with `world_size` ranks, whose steps `meter` times.
 
-        With `sync` a step waits for its loads. `rewritten`: of so many tokens at a
-        request's end a draft model writes KV again with the next step; None: no such model.
+        `rewritten`: of so many tokens at a request's end a draft model writes KV again with the
+        next step; None: no such model.
         Several KV groups, or one with a window, need `holds`; `hasher` is the first group's.
         """
         self.counts: Counter[str] = Counter()
@@ -71,7 +70,7 @@ class SchedulerSide:
         self._adapters = adapters or Adapters()
         self._generation, self._stale = "", False
         """The device's cache has blocks of an earlier generation: a reset was refused."""
-        self._half, self._sync, self._calendar = half, sync, Calendar()
+        self._half, self._calendar = half, Calendar()
         self.groups = tuple(groups) or (KvGroup(hasher),)
         """The KV groups of the model, in vLLM's order."""
         self.hints = AgentHints(half, self.groups, self.counts)
@@ -136,7 +135,7 @@ class SchedulerSide:
             return None, False
         tracked.hit = hit
         if not self._hybrid:
-            return hit.blocks * self._boundary_tokens, hit.blocks > 0 and not self._sync
+            return hit.blocks * self._boundary_tokens, hit.blocks > 0
         self._note_boundaries(tracked, local, local + hit.shared)
         return hit.boundary, hit.boundary > 0
 
@@ -178,8 +177,7 @@ class SchedulerSide:
             ids += tables[group.table][needed.start : needed.stop]
             names += tracked.first_names(group.hasher, needed.stop)[needed.start :]
         load = self._take(tracked, names, ids, external_tokens)
-        tracked.lease, tracked.sync = load.lease, self._sync and not self._hybrid
-        tracked.loaded = (tracked.local, end)
+        tracked.lease, tracked.loaded = load.lease, (tracked.local, end)
         # What is loaded is in the host tier. It must count as known before a request shares it.
         self._offers.loads(names)
         self._loads.append(load)
@@ -224,10 +222,9 @@ class SchedulerSide:
         if not output.num_scheduled_tokens and not loads and not sent and self._expects(waiting):
             NEWS.wait(IDLE_WAIT_S)
             NEWS.clear()
-        waits = bool(loads) and self._sync and not self._hybrid
-        self.steps.planned(output, self._requests, waits=waits)
+        self.steps.planned(output, self._requests)
         mark, offering = self._offers.mark_of_step(), self._offers.any_out
-        return StepPlan(loads, waits, offering=offering, sent=tuple(sent), mark=mark)
+        return StepPlan(loads, offering=offering, sent=tuple(sent), mark=mark)
 
     def _scheduled(self, name: str, tracked: Tracked, output: SchedulerOutput) -> None:
         """Offer what is full of a request that this step computes for."""
@@ -327,11 +324,8 @@ class SchedulerSide:
         self._offers.offer(tracked, tables)
         self._offers.send()
         self._offers.release_unoffered(tracked)
-        if tracked.awaits_its_load:
-            # Aborted: vLLM looks for the blocks of a failed load in running requests only.
-            self.evict(request, tracked.loaded[0])
         tracked.finished = True
-        if tracked.lease is not None and not tracked.sync:
+        if tracked.lease is not None:
             # Aborted while it loads: vLLM holds the blocks until the load has ended.
             assert not tracked.offers, f"{name} loads into blocks that are on offer"
             return False

@@ -48,17 +48,14 @@ class StepMeter:
         self._counts = Counter[str]() if counts is None else counts
         self._clock_us = clock_us
 
-    def planned(
-        self, output: SchedulerOutput, requests: Mapping[str, Tracked], *, waits: bool
-    ) -> None:
-        """Note that a step is sent out; one that `waits` for loads is not measured."""
+    def planned(self, output: SchedulerOutput, requests: Mapping[str, Tracked]) -> None:
+        """Note that a step is sent out."""
         if self._meter is None:
             return
         if not output.num_scheduled_tokens:
             self._meter.planned_empty()
         else:
-            step = NOTHING if waits else step_of(output, requests)
-            self._meter.planned(step, self._clock_us())
+            self._meter.planned(step_of(output, requests), self._clock_us())
 
     def ended(self) -> None:
         """Note that the output of a step is here."""

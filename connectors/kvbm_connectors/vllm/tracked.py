@@ -74,7 +74,6 @@ class Tracked:
     """A hit could not be loaded, or not as a whole: the request is computed."""
     lease: int | None = None
     """Of the load that is not over yet."""
-    sync: bool = False
     admitted: int | None = None
     """Tokens that the request was given (hits, loads) when a step first computed for it since its
     last admission; None until such a step is scheduled."""
@@ -209,12 +208,6 @@ class Tracked:
             return True
         return bool(self.offers) if self.finished else self.request.num_computed_tokens > 0
 
-    @property
-    def awaits_its_load(self) -> bool:
-        """Whether a step is in flight that waits for the request's load: vLLM has the blocks in its
-        prefix cache already."""
-        return self.lease is not None and self.sync and self.request.num_in_flight_tokens > 0
-
     def stop_at(self, tokens: int) -> None:
         """Have vLLM end a step there, and keep the recurrent state for prompts that share it."""
         assert tokens <= self.request.num_tokens, f"{tokens} of {self.request.num_tokens} tokens"
@@ -225,9 +218,7 @@ class Tracked:
         """Return the tokens whose KV is there: every step that wrote it has ended. Rejected
         speculative ones are not counted."""
         request = self.request
-        if self.admitted is None:
-            return 0
-        if self.lease is not None and (not self.sync or request.num_in_flight_tokens):
+        if self.admitted is None or self.lease is not None:
             return 0
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
         # Without a finished step of its own, even what the request was given may be unwritten.

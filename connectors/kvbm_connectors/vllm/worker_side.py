@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 LEND_AGAIN_S = 1.0
 LEND_AGAIN_S_MAX = 60.0
 """Between attempts to lend memory that NIXL has refused: doubled each time."""
-SYNC_WAIT_S = 0.05
-"""How long a synchronous load waits for news at a time; the load itself has the deadline."""
 
 
 class WorkerSide:
@@ -62,8 +60,6 @@ class WorkerSide:
         self._lender: threading.Thread | None = None
         self._refused: list[LoadResult] = []
         """Results of loads that could not be carried out."""
-        self._sync: set[str] = set()
-        """Requests that load synchronously: the scheduler does not wait for their names."""
         self._ended: list[LoadResult] = []
         """Since the last report."""
         self._arrived: set[str] = set()
@@ -159,8 +155,7 @@ class WorkerSide:
         return dict(self._counts) | (dict(half.counts) if half is not None else {})
 
     def start(self, plan: StepPlan) -> None:
-        """Begin the loads of a step, in the thread that computes it; synchronous ones are over
-        when this returns."""
+        """Begin the loads of a step, in the thread that computes it."""
         self._sent.update(plan.sent)
         gpu = self._gpu  # Another thread may have opened it by the next look.
         if (plan.loads or plan.mark) and gpu is not None and self._compute_stream is not None:
@@ -170,11 +165,7 @@ class WorkerSide:
         if self._half is not None:
             self._half.expect_reads(expected=plan.offering)
         for load in plan.loads:
-            if plan.sync:
-                self._sync.add(load.request)
             self._start(load)
-        if plan.sync and plan.loads:
-            self._wait()
 
     def _start(self, load: Load) -> None:
         if self._half is None:
@@ -182,15 +173,6 @@ class WorkerSide:
             self._refused.append(LoadResult(load, flags, (), "no_memory_lent"))
         else:
             self._half.start_load(load)
-
-    def _wait(self) -> None:
-        """Wait until the synchronous loads have ended: each does, at its deadline at the latest."""
-        while True:
-            NEWS.clear()
-            self._drain()
-            if not self._sync:
-                return
-            NEWS.wait(SYNC_WAIT_S)
 
     def _drain(self) -> None:
         results = self._half.drain_ended() if self._half is not None else []
@@ -204,13 +186,10 @@ class WorkerSide:
                 self._bad_blocks.update(_bad_blocks(result))
             elif result.usable < len(result.intact):
                 self._failed.add(result.load.request)
-            if result.load.request in self._sync:
-                self._sync.discard(result.load.request)
-            else:
-                self._arrived.add(result.load.request)
+            self._arrived.add(result.load.request)
 
     def arrived(self) -> set[str]:
-        """Return the requests whose asynchronous loads have ended, well or not; each once."""
+        """Return the requests whose loads have ended, well or not; each once."""
         self._drain()
         arrived, self._arrived = self._arrived, set()
         return arrived

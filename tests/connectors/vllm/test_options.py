@@ -1,11 +1,11 @@
-"""The policy for failed loads, on a configuration that is a single field."""
+"""Options of an engine, and the policy for failed loads on a configuration of one field."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import pytest
-from kvbm_connectors.vllm.options import recompute_failed_loads
+from kvbm_connectors.vllm.options import Options, recompute_failed_loads
 
 
 @dataclass
@@ -20,3 +20,13 @@ def test_failed_loads_are_recomputed_whatever_was_configured(policy: str) -> Non
     transfer = Transfer(policy)
     recompute_failed_loads(transfer)
     assert transfer.kv_load_failure_policy == "recompute"
+
+
+def test_loads_are_asynchronous_whatever_was_configured(caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: no block of a failed load in vLLM's prefix cache, where others hit it; and a
+    configuration of before goes on."""
+    for load, warnings in (("async", 0), ("sync", 1)):
+        caplog.clear()
+        assert Options.read({"load": load}, {}).revision == ""
+        assert len(caplog.records) == warnings
+    assert caplog.messages == ["kv_connector_extra_config.load is ignored: loads are asynchronous"]

@@ -106,36 +106,6 @@ def test_a_preempted_request_loses_the_blocks_that_no_step_wrote(tmp_path: Path)
         assert evicted == [("r", 5)], "tokens"
 
 
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_an_aborted_request_loses_blocks_whose_load_may_yet_fail(
-    tmp_path: Path, *, has_ended: bool
-) -> None:
-    """Goal: vLLM's cache hits no block of a failed load.
-
-    vLLM has hashed the blocks that a step waits for. It looks for those of a failed load in running
-    requests only, and an abort during the step ends the request before.
-    """
-    half = Half(tmp_path)
-    side, request = SchedulerSide(half, Hasher(NAMESPACE), sync=True), Request()
-    evicted: list[tuple[str, int]] = []
-    side.evict = lambda one, first: evicted.append((one.request_id, first))
-    with both_attached(half) as (host, _):
-        assert side.matched(request, 0) == (None, False)
-        host.say(answer(host.hear(Lookup).lookup, 2))
-        wait_for(lambda: side.matched(request, 0) == (8, False))
-        state = BlockState({"r": [3, 4, 5]})
-        side.allocated(request, Table([3, 4, 5]), 8)
-        plan = side.plan(Output({"r": 1}, kv_connector_block_state=state))
-        request.num_computed_tokens = 8
-        request.begin(1)
-        if has_ended:
-            request.end(1)
-            result = LoadResult(plan.loads[0], (True, True), (), "")
-            side.reported(StepReport((result,)))
-        side.finished(request, [[3, 4, 5]])
-        assert evicted == ([] if has_ended else [("r", 0)])
-
-
 @pytest.mark.parametrize(("intact", "again"), [((False, True), False), ((True, False), True)])
 def test_a_load_that_brings_nothing_is_not_tried_again(
     tmp_path: Path, intact: tuple[bool, bool], *, again: bool

@@ -60,7 +60,7 @@ def measured(clock: Clock) -> StepMeter:
     requests = {"r": tracked("r")}
     for tokens in (100, 200, 400, 800, 100, 200, 400, 800):
         clock.now_us += 1_000
-        meter.planned(Output({"r": tokens}), requests, waits=False)
+        meter.planned(Output({"r": tokens}), requests)
         clock.now_us += 100 * tokens
         meter.ended()
     return meter
@@ -71,17 +71,6 @@ def test_a_lookup_says_what_steps_have_taken() -> None:
     assert cost is not None
     assert cost.before == 48
     assert cost.compute_ms(0, 1_000) == pytest.approx(100, rel=0.05)
-
-
-def test_a_step_that_waits_for_loads_is_not_measured() -> None:
-    clock = Clock()
-    meter = measured(clock)
-    before = meter.cost(0)
-    for _ in range(20):
-        meter.planned(Output({"r": 400}), {"r": tracked("r")}, waits=True)
-        clock.now_us += 5_000_000
-        meter.ended()
-    assert meter.cost(0) == before
 
 
 @pytest.mark.parametrize("are_reported", [False, True])
@@ -96,11 +85,11 @@ def test_a_step_without_tokens_takes_no_end_of_another(are_reported: bool) -> No
     requests = {"r": tracked("r")}
     for number in range(40):
         tokens = (100, 200, 400, 800)[number % 4]
-        meter.planned(Output({"r": tokens}), requests, waits=False)
-        meter.planned(Output({"r": 1}), requests, waits=False)
+        meter.planned(Output({"r": tokens}), requests)
+        meter.planned(Output({"r": 1}), requests)
         clock.now_us += 100 * tokens
         meter.ended()
-        meter.planned(Output({}), requests, waits=False)
+        meter.planned(Output({}), requests)
         clock.now_us += 10_000
         meter.ended()
         if are_reported:
@@ -123,7 +112,7 @@ def test_a_request_leaves_the_same_tokens_however_often_it_is_asked_for() -> Non
 
 def test_without_a_meter_all_is_loaded() -> None:
     meter = StepMeter()
-    meter.planned(Output({"r": 400}), {"r": tracked("r")}, waits=False)
+    meter.planned(Output({"r": 400}), {"r": tracked("r")})
     meter.ended()
     assert meter.cost(0) is None
     assert meter.leave(tracked("r"), 10_000, 16) == 0

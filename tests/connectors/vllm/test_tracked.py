@@ -251,8 +251,7 @@ def test_some_requests_have_blocks_without_names(request_: Request, refusal: str
 
 
 def test_while_a_load_is_under_way_nothing_is_computed() -> None:
-    """1. A step of eight tokens has ended. 2. A load begins: beside the steps, it hides them all.
-    3. A load that a step waits for is over when no step is in flight."""
+    """1. A step of eight tokens has ended. 2. A load begins: beside the steps, it hides them."""
     request = Request(all_token_ids=tuple(range(13)))
     tracked = admitted(request, 0)
     assert tracked.computed() == 0
@@ -263,10 +262,6 @@ def test_while_a_load_is_under_way_nothing_is_computed() -> None:
     assert tracked.computed() == 8
     tracked.lease = 1
     assert tracked.computed() == 0
-    tracked.sync = True
-    assert (tracked.computed(), tracked.awaits_its_load) == (8, False)
-    request.begin(4)
-    assert (tracked.computed(), tracked.awaits_its_load) == (0, True)
 
 
 def test_tokens_in_flight_are_certain_unless_a_step_has_drafts() -> None:

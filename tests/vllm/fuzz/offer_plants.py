@@ -13,7 +13,7 @@ PREFIX = "kvbm_connectors."
 def computed_by_this_request(self: Any) -> int:
     """Tokens, also those that a request shares with another one that still computes them."""
     request = self.request
-    if self.lease is not None and (not self.sync or request.num_in_flight_tokens):
+    if self.lease is not None:
         return 0
     return int(min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens))
 

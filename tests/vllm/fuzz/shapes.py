@@ -92,7 +92,6 @@ SHAPES = {
             name="tiny", blocks=22, model_tokens=640, stack=MEMORY,
             arguments={"max_num_batched_tokens": 128},
         ),
-        Shape(name="sync", blocks=64, stack=MEMORY, extra={"load": "sync"}),
         Shape(
             name="spec", blocks=64, stack=MEMORY, only_greedy=True, repeats=True, grammars=False,
             arguments={"speculative_config": NGRAM},
