@@ -36,9 +36,11 @@ from kvbm_common.cuda.pinning import Pinning  # noqa: E402
 from kvbm_common.cuda.reading import DeviceReader, Gpu  # noqa: E402
 from kvbm_common.cuda.runtime import CudaError, CudaUnavailable, CupyRuntime, Runtime  # noqa: E402
 from kvbm_common.memory.arena import Arena  # noqa: E402
-from kvbm_common.nixl.layout import CHUNK_BYTES, chunks_of, device_pieces, slot_pieces  # noqa: E402
+from kvbm_common.nixl.layout import CHUNK_BYTES, chunks_of  # noqa: E402
 from kvbm_common.nixl.spans import Spans  # noqa: E402
 from kvbm_common.nixl.transfers import Transferred  # noqa: E402
+
+from benchmarks.pieces import device_spans, slot_spans  # noqa: E402
 
 BUDGET_S = 420.0
 """Of the whole run; sections that begin after it are left out."""
@@ -186,12 +188,10 @@ def copies_of(
     order = np.random.default_rng(0).permutation(blocks).tolist()
     found: list[Copies] = []
     for chunk in chunks_of(blocks, block_bytes):
-        device = Spans.of_pieces(device_pieces(regions, order[chunk]))
-        host = Spans.of_pieces(
-            slot_pieces(regions, range(blocks)[chunk],
-                        arena_address=bench.arena.address + arena_offset,
-                        slot_bytes=block_bytes, part_offset=block_bytes - part)
-        )  # fmt: skip
+        device = device_spans(regions, order[chunk])
+        host = slot_spans(regions, range(blocks)[chunk],
+                          arena_address=bench.arena.address + arena_offset,
+                          slot_bytes=block_bytes, part_offset=block_bytes - part)  # fmt: skip
         pair = (host, device) if direction == "d2h" else (device, host)
         found.append(Copies.of(pair[0].rows[:, 0], pair[1].rows[:, 0], host.rows[:, 1]))
     return found, part * blocks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,14 +41,6 @@ class Spans:
         rows = np.empty((len(starts), 3), dtype=np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = starts, length, device
         return cls(rows, kind)
-
-    @classmethod
-    def of_pieces(cls, pieces: Sequence[tuple[NDArray[np.uint64], int]]) -> Self:
-        """Make spans of several groups of equal ones, in that order (see layout).
-
-        A group is (addresses, length).
-        """
-        return cls(np.concatenate([cls.of(starts, length).rows for starts, length in pieces]))
 
     @property
     def count(self) -> int:

@@ -17,9 +17,10 @@ from kvbm_common.cuda.copies import (
     plan,
     through,
 )
-from kvbm_common.nixl.layout import device_pieces, part_bytes, slot_pieces
-from kvbm_common.nixl.spans import Spans
+from kvbm_common.nixl.layout import part_bytes
 from kvbm_common.wire.local import Region
+
+from benchmarks.pieces import device_spans, slot_spans
 
 ARENA = 1 << 40
 
@@ -132,11 +133,9 @@ def test_every_layout(order: str, heads: int, ranks: int) -> None:
         regions = [region for view in layers for region in regions_of_view(view)]
         part = part_bytes(regions)
         slot_bytes = part * ranks + 24
-        source = Spans.of_pieces(device_pieces(regions, blocks))
-        target = Spans.of_pieces(
-            slot_pieces(regions, slots, arena_address=ARENA, slot_bytes=slot_bytes,
-                        part_offset=rank * part)
-        )  # fmt: skip
+        source = device_spans(regions, blocks)
+        target = slot_spans(regions, slots, arena_address=ARENA, slot_bytes=slot_bytes,
+                            part_offset=rank * part)  # fmt: skip
         copies = Copies.of(target.rows[:, 0], source.rows[:, 0], target.rows[:, 1])
         divided = plan(copies.joined().cut_at(0, ARENA, 64), kernel_below_bytes=24)
         moved = bytes_of(Copies(np.concatenate([divided.engine.rows, divided.kernel.rows])))
@@ -155,10 +154,8 @@ def test_every_layout(order: str, heads: int, ranks: int) -> None:
 def test_blocks_that_lie_together_are_one_copy() -> None:
     """Block-outermost, consecutive blocks, consecutive slots without a gap: one row."""
     region = Region(address=1 << 30, stride=4096, piece_bytes=4096, blocks=8)
-    source = Spans.of_pieces(device_pieces([region], [2, 3, 4]))
-    target = Spans.of_pieces(
-        slot_pieces([region], [5, 6, 7], arena_address=ARENA, slot_bytes=4096, part_offset=0)
-    )
+    source = device_spans([region], [2, 3, 4])
+    target = slot_spans([region], [5, 6, 7], arena_address=ARENA, slot_bytes=4096)
     copies = Copies.of(target.rows[:, 0], source.rows[:, 0], target.rows[:, 1]).joined()
     assert copies.rows.tolist() == [[ARENA + 5 * 4096, (1 << 30) + 2 * 4096, 3 * 4096]]
 

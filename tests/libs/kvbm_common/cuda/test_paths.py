@@ -16,12 +16,12 @@ from kvbm_common.cuda.pulling import DevicePuller
 from kvbm_common.cuda.reading import DeviceReader, Gpu
 from kvbm_common.cuda.runtime import Allocation, CudaError, CudaUnavailable
 from kvbm_common.memory.arena import Arena
-from kvbm_common.nixl.layout import device_pieces, slot_pieces
 from kvbm_common.nixl.spans import Spans
 from kvbm_common.nixl.transfers import BadPeerMetadata, PeerLost, TransferFailed, TransferTimeout
 from kvbm_common.tier.parts import ONE_PART, Grid, Share, share_of_rank
 from kvbm_common.wire.local import Region
 
+from benchmarks.pieces import device_spans, slot_spans
 from tests.gpu.fake_runtime import FakeRuntime
 from tests.waiting import wait_for
 
@@ -55,15 +55,12 @@ class Cache:
         return self.pieces[:, number].tobytes()
 
     def spans(self, blocks: list[int]) -> Spans:
-        return Spans.of_pieces(device_pieces(self.regions, blocks))
+        return device_spans(self.regions, blocks)
 
 
 def slots(cache: Cache, arena_address: int, numbers: list[int]) -> Spans:
     """Where blocks are in an arena."""
-    return Spans.of_pieces(
-        slot_pieces(cache.regions, numbers, arena_address=arena_address, slot_bytes=SLOT_BYTES,
-                    part_offset=0)
-    )  # fmt: skip
+    return slot_spans(cache.regions, numbers, arena_address=arena_address, slot_bytes=SLOT_BYTES)
 
 
 @pytest.fixture
