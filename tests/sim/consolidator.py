@@ -187,7 +187,7 @@ class Consolidator(Service):
 
     def _register(self, engine: str, ask: int) -> None:
         if not self.world.bus_up:
-            self.step(con.EpochFailed(engine, ask, "bus_unavailable"))
+            self.step(con.EpochFailed(engine, ask))
             return
         epoch = self.bus.registry.register(
             f"{self.host.name}/{engine}",
@@ -201,7 +201,7 @@ class Consolidator(Service):
         engine, key, number = self._engine(effect.key), effect.key, effect.replay
         alive = engine.up and engine.incarnation == key.incarnation
         if not alive or self.world.loses(self.name, engine.name):
-            self.later(500, lambda: self.step(con.ReplayFailed(key, number, "silent")))
+            self.later(500, lambda: self.step(con.ReplayFailed(key, number)))
             return
         for seq, batch in list(engine.buffer):
             if seq >= effect.from_seq:

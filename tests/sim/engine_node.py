@@ -15,13 +15,22 @@ from kvbm_common.wire.engine_events import (
     BlockStored,
     EngineBatch,
 )
-from kvbm_common.wire.local import Attached, Detach, Found, Lookup, Pulled, Refused, Welcome
+from kvbm_common.wire.local import (
+    Attached,
+    Detach,
+    Found,
+    FromConsolidator,
+    FromHostTier,
+    Lookup,
+    Pulled,
+    Refused,
+    Welcome,
+)
 from kvbm_connectors.consolidator.core.messages import StreamKey
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_connectors.core.messages import (
     ConnectorLimits,
     Effect,
-    FromService,
     Hit,
     Load,
     LoadResult,
@@ -180,7 +189,7 @@ class EngineNode(Node):
 
     # --- the connector ----------------------------------------------------------------------
 
-    def take(self, message: FromService) -> None:
+    def take(self, message: FromHostTier | FromConsolidator) -> None:
         """Hear host tier or consolidator."""
         if self.world.traced:
             self.world.note(f"{self.name} < {message}")

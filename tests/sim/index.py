@@ -93,6 +93,6 @@ class Index(Service):
             if isinstance(reply, SnapshotReply):
                 self.step(index.SnapshotReceived(SnapshotLoader.whole(reply)))
             else:
-                self.step(index.SnapshotFailed(key, str(reply)))
+                self.step(index.SnapshotFailed(key))
 
         self.bus.request(self, source, serve, done, limit_ms=SNAPSHOT_MS)

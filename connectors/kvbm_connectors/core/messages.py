@@ -9,7 +9,7 @@ from typing import Self
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.local import FromConsolidator, FromHostTier, ToConsolidator, ToHostTier
+from kvbm_common.wire.local import ToConsolidator, ToHostTier
 
 
 class ConnectorMisuse(KvbmError):
@@ -151,7 +151,6 @@ class OfferEnded:
 
 
 Effect = ToHost | ToEvents | OfferEnded
-FromService = FromHostTier | FromConsolidator
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable
@@ -16,8 +15,6 @@ from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.weights import UnreadableWeights, label_of, resolve, revision_of
 from kvbm_connectors.trtllm.protocols import LlmArgs
-
-log = logging.getLogger(__name__)
 
 REPLAY_OFFSET = 1000
 """From the port of events to that of replays, as between the consolidator's own two."""

@@ -119,10 +119,10 @@ class PromiseKeeper:
         for slot in slots:
             self._move(slot, "kept")
         here = slot_places(load.slots[:count], load.block_bytes, arena_address=arena.address,
-                           slot_bytes=arena_slot_bytes, part_offset=0)  # fmt: skip
+                           slot_bytes=arena_slot_bytes)  # fmt: skip
         assert here.inside(arena.address, arena.bytes), "outside the arena"
         ours = slot_places(slots, load.block_bytes, arena_address=self._memory.address,
-                           slot_bytes=self.slot_bytes, part_offset=0)  # fmt: skip
+                           slot_bytes=self.slot_bytes)  # fmt: skip
         intact = self._threads.map(
             lambda index: _copied(ours.only([index]), here.only([index]), load.checksums[index]),
             range(count),

@@ -195,11 +195,6 @@ class WorkerSide:
             del self._saving[request]
         return saved
 
-    def all_counts(self) -> dict[str, int]:
-        """Return all counters, of this side and of the half."""
-        half = self._half
-        return dict(self.counts) | (dict(half.counts) if half is not None else {})
-
     def close(self) -> None:
         """Take the memory back."""
         half, self._half = self._half, None

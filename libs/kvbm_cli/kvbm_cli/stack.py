@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -51,8 +50,6 @@ SECRETS: Mapping[str, Sequence[str]] = {
     ),
 }
 """Variables that only these kinds of services get."""
-
-_log = logging.getLogger(__name__)
 
 
 def environ_of(kind: str, settings: Settings) -> dict[str, str]:

@@ -91,13 +91,3 @@ def record_checksums(data: bytes, record_bytes: int, body_bytes: int) -> NDArray
         for start in range(0, count, PIECE_RECORDS)
     ]
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
-
-
-def checksums(arena_array: NDArray[np.uint8], offsets: Iterable[int], length: int) -> list[int]:
-    """Return the checksums of the blocks of `length` bytes at `offsets`, in that order."""
-    digests = []
-    for offset in offsets:
-        block = arena_array[offset : offset + length]
-        assert len(block) == length, (offset, length, len(arena_array))
-        digests.append(xxhash.xxh3_64_intdigest(block.data))
-    return digests

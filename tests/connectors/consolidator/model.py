@@ -314,7 +314,7 @@ class Harness:
             return False
         asked = self.replays.pop(0)
         if fail:
-            self.send(ReplayFailed(asked.key, asked.replay, "silent"))
+            self.send(ReplayFailed(asked.key, asked.replay))
             return True
         for seq in range(max(first, asked.from_seq), len(device.batches)):
             batch = device.batches[seq]

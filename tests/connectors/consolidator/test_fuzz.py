@@ -184,7 +184,7 @@ class Consolidator:
         while self.replays:
             asked = self.replays.pop()
             if self.rng.random() < 0.5:
-                self.step(ReplayFailed(asked.key, asked.replay, "silent"))
+                self.step(ReplayFailed(asked.key, asked.replay))
             else:
                 self.step(ReplayDone(asked.key, asked.replay))
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvbm_common.identity import SequenceHash
-
 from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
 from kvbm_connectors.consolidator.core.messages import (
@@ -157,10 +155,6 @@ class ConsolidatorCore:
         self.engines.check()
         self.consolidated.check()
         self.router.check()
-
-    def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """Return the story of a block: see EnginesCore.story."""
-        return self.engines.story(sequence_hash)
 
     def statistics(self) -> ConsolidatorStatistics:
         """Return the figures for metrics."""

@@ -133,7 +133,6 @@ class MergedStreams:
     def __init__(self, host: str, *, dedup: bool, drops: Counter[str]) -> None:
         self._host = host
         self._dedup = dedup
-        self._drops = drops
         self._engines: dict[str, MergedEngine] = {}
         self.tiers = TierViews(drops)
         self._out: list[Event] = []

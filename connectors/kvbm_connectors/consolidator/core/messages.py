@@ -77,7 +77,6 @@ class EpochFailed:
 
     engine: str
     ask: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,6 @@ class ReplayFailed:
 
     key: StreamKey
     replay: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

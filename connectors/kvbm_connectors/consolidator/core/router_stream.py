@@ -218,11 +218,6 @@ class RouterStreams:
         return {block for said in stream.said.values() for block in said}
 
     @property
-    def ranks(self) -> set[int]:
-        """Every rank that has a stream."""
-        return {stream_id.rank for stream_id in self._streams}
-
-    @property
     def unnamed_count(self) -> int:
         """Blocks that cannot be said for want of a name."""
         return sum(len(stream.unnamed) for stream in self._streams.values())

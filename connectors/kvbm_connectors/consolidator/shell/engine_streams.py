@@ -105,10 +105,8 @@ class Streams:
                 while not await self._take_replayed(socket, reader, key, number):
                     pass
             await self._take(ReplayDone(key, number))
-        except TimeoutError:
-            await self._take(ReplayFailed(key, number, "silent"))
-        except zmq.ZMQError as error:
-            await self._take(ReplayFailed(key, number, str(error)))
+        except (TimeoutError, zmq.ZMQError):
+            await self._take(ReplayFailed(key, number))
         finally:
             socket.close()
 

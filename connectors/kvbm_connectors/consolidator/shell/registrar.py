@@ -54,7 +54,7 @@ class Registrar:
                 entry = await self._registry.register(ENGINE, self._host, engine, _info(effect))
             except RegistryUnavailable as error:
                 self._log.warning("register", f"{engine}: {error}")
-                return EpochFailed(engine, effect.ask, str(error))
+                return EpochFailed(engine, effect.ask)
             watch = self._tasks.create_task(self._watch(engine, entry), name=f"entry {engine}")
             self._entries[engine] = (entry, watch)
         return EpochGranted(engine, effect.ask, entry.epoch)

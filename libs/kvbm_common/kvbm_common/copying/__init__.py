@@ -62,11 +62,6 @@ class Places:
         return int(self.lengths.sum())
 
     @property
-    def bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.count * self.block_bytes
-
-    @property
     def spans(self) -> Spans:
         """The same pieces, block by block, for a transfer."""
         lengths = np.broadcast_to(self.lengths, self.addresses.shape)
@@ -116,11 +111,11 @@ class Lanes:
 
 
 def slot_places(
-    slots: Sequence[int], length: int, *, arena_address: int, slot_bytes: int, part_offset: int
+    slots: Sequence[int], length: int, *, arena_address: int, slot_bytes: int
 ) -> Places:
-    """Return where the parts of one rank are in the slots of an arena: `length` bytes each."""
+    """Return where blocks of `length` bytes are in the slots of an arena."""
     starts = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
-    addresses = starts + np.uint64(arena_address + part_offset)
+    addresses = starts + np.uint64(arena_address)
     return Places(addresses.reshape(-1, 1), np.array([length], dtype=np.uint64))
 
 

@@ -98,8 +98,3 @@ class Sketch:
             self._table = self._table * (grown // (self._mask + 1))
             self._mask = grown - 1
             assert len(self._table) == grown, f"{len(self._table)} of {grown} places"
-
-    @property
-    def table_bytes(self) -> int:
-        """Return the bytes of the table."""
-        return len(self._table)

@@ -3,7 +3,7 @@
     byte 0 …    MAGIC, epoch, owner, state, next generation, 0 … (eight words of 8 bytes)
     byte 64 …   counters of one byte: how many names have this place
 
-A counting Bloom filter (Fan et al. 2000). A name has PLACES places: its four 32-bit words, each
+A counting Bloom filter (Fan et al. 2000). A name has four places: its four 32-bit words, each
 scaled to the number of counters; a name is a hash, so that no other is computed. A name with
 a counter of 0 at a place is not there. A counter that reaches 255 stays there. With as many names
 as it was made for, one of 150 other names seems to be there: (1 - e^(-4/12))^4 = 0.65 %.
@@ -34,7 +34,6 @@ MAGIC = int.from_bytes(b"kvbmmis1", "little")
 SUFFIX = "-names"
 """A filter lies beside its arena, under the arena's name, this and its generation."""
 HEADER_BYTES = 64
-PLACES = 4
 COUNTERS_PER_NAME = 12
 STUCK = 255
 """A counter that stays: how many names it counts is not known any more."""

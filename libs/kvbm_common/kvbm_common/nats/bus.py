@@ -35,7 +35,7 @@ from kvbm_common.nats.direct_client import DirectClient, next_server
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.event_subscription import EventSubscription
-from kvbm_common.nats.jetstream import BACKOFF_S, ensure_stream
+from kvbm_common.nats.jetstream import BACKOFF_S
 from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.streams import EVENTS, StreamLimits, StreamSpec
 from kvbm_common.nats.verb_server import VerbHandler, VerbServer
@@ -196,12 +196,7 @@ class Bus:
         return reply.payload
 
     async def subscribe(
-        self,
-        subject: str,
-        handler: MessageHandler,
-        *,
-        queue: str = "",
-        pending_max: int = PENDING_MAX,
+        self, subject: str, handler: MessageHandler, *, pending_max: int = PENDING_MAX
     ) -> Unsubscribe:
         """Call `handler` for every message, one after the other; returns what ends it.
 
@@ -221,9 +216,7 @@ class Bus:
             except Exception as error:
                 self._server.count_failure(subject, error)
 
-        begin = self._client.subscribe(
-            subject, queue=queue, cb=on_message, pending_msgs_limit=pending_max
-        )
+        begin = self._client.subscribe(subject, cb=on_message, pending_msgs_limit=pending_max)
         return await self._subscribed(subject, begin)
 
     async def add_verbs(
@@ -244,10 +237,6 @@ class Bus:
         await self._client.flush()
 
     # ---- events ------------------------------------------------------------------------------
-
-    async def ensure_stream(self, spec: StreamSpec = EVENTS) -> None:
-        """Make the stream if it is not there; raises JetStreamError, BusUnavailable."""
-        await ensure_stream(self, spec)
 
     def event_publisher(self, source: str, *, spec: StreamSpec = EVENTS) -> EventPublisher:
         """Make a publisher of the events of one source; its `run` must be running."""

@@ -84,10 +84,6 @@ class SlotRecords:
         assert slot >= 0, f"slot {slot} would be counted from the end"
         return self._generation[slot] if slot < len(self._generation) else 0
 
-    def generations(self) -> dict[SequenceHash, int]:
-        """Return all blocks that can be found, with the generation of their slot."""
-        return {name: self._generation[slot] for name, slot in self._slot.items()}
-
     def pin_count(self, slot: int) -> int:
         """Return how often a slot is pinned."""
         assert slot >= 0, f"slot {slot} would be counted from the end"

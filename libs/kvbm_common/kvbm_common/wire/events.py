@@ -35,7 +35,6 @@ Tier = Literal["device", "host", "disk", "object"]
 TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
 """How the sources begin that are tiers of a host: each engine of it can read from them."""
 
-STREAM = "KVBM_EVENTS"
 SUBJECT_PREFIX = "kvbm.v1.events"
 CONSOLIDATED_PREFIX = "kvbm.v1.consolidated"
 

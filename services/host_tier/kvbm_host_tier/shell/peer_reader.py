@@ -85,11 +85,6 @@ class PeerReader:
         self._path = path
         self._wanted.set()
 
-    @property
-    def pid(self) -> int:
-        """The process that lives; 0: none does."""
-        return self._process.pid if self._process is not None else 0
-
     async def run(self) -> NoReturn:
         """Keep the process alive until cancelled; one that cannot be started counts as crashed."""
         await self._wanted.wait()

@@ -345,30 +345,27 @@ class Chains:
 
         `asked` is a chain: each block's parent is the one before it.
         """
-        return self._run_from(asked, 0)
+        if not asked:
+            return 0
+        if asked[0] in self._heads:
+            return self._walk(asked, 0)
+        if (found := self._find(asked[0])) is None:
+            return 0
+        segment, at = found
+        # A copy that begins at the block asked for: `common` compares from a head on.
+        rest = Segment(segment.parent, segment.blocks[at:], rooted=False)
+        length = rest.common(asked, 0)
+        return length + self._walk(asked, length)
 
     def ranges(self, asked: Sequence[bytes]) -> list[tuple[int, int]]:
         """Return the parts of a chain that are held, each without a hole, as (first, end)."""
-        end = self._run_from(asked, 0)
+        end = self.run_length(asked)
         found = [(0, end)] if end else []
         for at in [at for at in range(end, len(asked)) if asked[at] in self._heads]:
             if at >= end:
                 end = at + self._walk(asked, at)
                 found.append((at, end))
         return found
-
-    def _run_from(self, asked: Sequence[bytes], start: int) -> int:
-        if start >= len(asked):
-            return 0
-        if asked[start] in self._heads:
-            return self._walk(asked, start)
-        if (found := self._find(asked[start])) is None:
-            return 0
-        segment, at = found
-        # A copy that begins at the block asked for: `common` compares from a head on.
-        rest = Segment(segment.parent, segment.blocks[at:], rooted=False)
-        length = rest.common(asked, start)
-        return length + self._walk(asked, start + length)
 
     def _walk(self, asked: Sequence[bytes], start: int) -> int:
         """Return how many are held from a head on, over all segments on the way."""

@@ -69,7 +69,6 @@ class SnapshotFailed:
     """A source could not be asked, or did not answer in time."""
 
     key: SourceKey
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,9 +281,9 @@ class IndexShell:
             reply = await ask_snapshot(ask, SnapshotRequest(source=key.source))
         except KvbmError as error:
             self._log.warning(f"snapshot_{error.label}", f"{key.host}/{key.source}: {error}")
-            return SnapshotFailed(key, error.label)
+            return SnapshotFailed(key)
         if (reply.host, reply.source) != key:
-            return SnapshotFailed(key, "wrong_source")
+            return SnapshotFailed(key)
         arrival = SnapshotLoader(reply)
         while not arrival.go_on():
             await _others()

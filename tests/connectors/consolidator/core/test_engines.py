@@ -93,7 +93,7 @@ def test_a_refused_epoch_is_asked_for_again() -> None:
     harness = Harness()
     harness.attach(epoch=False)
     harness.other.clear()
-    harness.send(EpochFailed("sim-0", 1, "no registry"))
+    harness.send(EpochFailed("sim-0", 1))
     harness.tick(100)
     assert harness.other == []
     harness.tick(500)
@@ -112,7 +112,7 @@ def test_an_epoch_for_a_life_that_was_left_is_not_the_next_one_s() -> None:
     harness.send(EngineDetached("sim-0", INCARNATION))
     harness.send(StreamAttached(attach(), b"peer"))
     harness.send(EpochGranted("sim-0", 1, 7))
-    harness.send(EpochFailed("sim-0", 1, "no registry"))
+    harness.send(EpochFailed("sim-0", 1))
     assert harness.core.positions() == {"sim-0": (0, 0)}
     assert harness.core.statistics().drops["stale_epoch"] == 1
     assert [harness.core.awaits("sim-0", ask) for ask in (1, 2)] == [False, True]

@@ -295,17 +295,6 @@ def test_blocks_that_are_here_or_on_their_way_in_are_not_absent() -> None:
     assert table.has_none_of([])
 
 
-def test_generations_are_those_of_the_blocks_that_can_be_found() -> None:
-    """Slot 0 was staged three times; what is staged now is not listed."""
-    table = plain_table(2)
-    for number in (1, 2):
-        commit(table, number)
-        table.evict(name(number))
-    commit(table, 3)
-    table.stage(name(4))
-    assert table.generations() == {name(3): 3}
-
-
 def test_the_latest_blocks_are_listed_oldest_first() -> None:
     """Of four, the last two; of one, that one."""
     table = table_of(1, 2, 3, 4)

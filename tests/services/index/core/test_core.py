@@ -209,7 +209,7 @@ def test_a_failed_snapshot_is_asked_for_again_with_growing_pauses(harness: Harne
     harness.events(stored(7, 1))
     pauses = []
     for _ in range(8):
-        harness.send(SnapshotFailed(KEY, "no_responder"))
+        harness.send(SnapshotFailed(KEY))
         start_ms = harness.now_ms
         while not harness.tick(100):
             pass
@@ -519,7 +519,7 @@ def test_the_index_equals_the_oracle(seed: int, loss: float, rounds: int) -> Non
                 request = asked.pop(0)
                 oracle = next(o for o in oracles if o.name == request.key.source)
                 if rng.random() < 0.3:
-                    asked += harness.send(SnapshotFailed(request.key, "deadline_exceeded"))
+                    asked += harness.send(SnapshotFailed(request.key))
                 else:
                     asked += harness.snapshot(oracle.snapshot())
             asked += harness.tick(rng.choice((0, 0, 300)))
