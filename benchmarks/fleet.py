@@ -30,7 +30,8 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.streams import Partitions
-from kvbm_common.registry.nats_kv import NatsRegistration, NatsRegistry
+from kvbm_common.registry.nats_entry import NatsRegistration
+from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.wire.events import Cleared, Run, Stored, Tier
 from kvbm_common.wire.verbs import (
     MatchReply,

@@ -174,7 +174,7 @@ def _shapes(command: str) -> Iterator[Case]:
 def _settings(command: str) -> Iterator[Case]:
     line = [command, *(["index"] if command == "serve" else RIGHT[command])]
     for one in all_settings():
-        if one.only_for or one.soon:
+        if one.only_for:
             continue
         for value in WRONG_SETTINGS:
             try:

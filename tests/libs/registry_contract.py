@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from kvbm_common.errors import RegistryUnavailable
-from kvbm_common.registry.nats_kv import Registry
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
+from kvbm_common.registry.services import Registry
 
 from tests.waiting import wait_until
 

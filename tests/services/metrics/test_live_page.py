@@ -20,7 +20,8 @@ import pytest
 from kvbm_common.access.http_access import Access
 from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus, VerbHandler
-from kvbm_common.registry.nats_kv import NatsRegistration, NatsRegistry
+from kvbm_common.registry.nats_entry import NatsRegistration
+from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.explain import (
     ExplainListReply,

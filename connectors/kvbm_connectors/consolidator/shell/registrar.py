@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 
 from kvbm_common.errors import RegistryUnavailable
-from kvbm_common.registry.nats_kv import Registry, ServiceRegistration
 from kvbm_common.registry.records import ENGINE, Info
+from kvbm_common.registry.services import Registry, ServiceRegistration
 from kvbm_common.runtime.logs import OncePerKind
 
 from kvbm_connectors.consolidator.core.messages import (

@@ -11,8 +11,8 @@ from kvbm_common.access.roles import ADMIN
 from kvbm_common.config.schema import redacted
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.bus import Bus
-from kvbm_common.registry.nats_kv import Registry
 from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.registry.services import Registry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import make_registry
 

@@ -58,13 +58,12 @@ def _row(declared: Setting) -> str:
     default = declared.default_text
     if declared.unit and default:
         default = f"{default} {declared.unit}"
-    text = declared.help + (" *Read by a later release.*" if declared.soon else "")
     cells = [
         f"`{declared.variable}`",
         f"`{declared.name}`",
         default or "–",
         declared.parser.accepts.replace("|", "\\|"),
-        text,
+        declared.help,
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -35,8 +35,6 @@ class Setting:
     unit: str
     help: str
     default_text: str
-    soon: bool
-    """Accepted and checked, but the part that reads it comes with a later release."""
     secret: bool
     """Never printed."""
     only_for: tuple[str, ...]
@@ -52,7 +50,6 @@ def setting(
     section: str,
     unit: str = "",
     default_text: str = "",
-    soon: bool = False,
     secret: bool = False,
     only_for: tuple[str, ...] = (),
 ) -> Any:
@@ -65,7 +62,6 @@ def setting(
         "unit": unit,
         "help": help,
         "default_text": default_text or text_of(default),
-        "soon": soon,
         "secret": secret,
         "only_for": only_for,
     }

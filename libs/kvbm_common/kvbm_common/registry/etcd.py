@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterable
 
@@ -40,12 +39,12 @@ from kvbm_common.registry.records import (
     Info,
     RegistryEvent,
     ServiceRecord,
-    require_believable,
 )
 from kvbm_common.registry.services import (
     LIST_DEADLINE_S,
     HeldEntry,
     WatchedRegistry,
+    record_of_life,
 )
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.codec import UNREADABLE
@@ -92,18 +91,7 @@ class EtcdRegistry(WatchedRegistry):
         """Enter, and stay entered by heartbeats; raises RegistryUnavailable."""
         key = f"{kind}.{host}.{instance}"
         epoch = await _begin_life(self._client, key)
-        require_believable(epoch, time.time())
-        record = ServiceRecord(
-            kind=kind,
-            host=host,
-            instance=instance,
-            epoch=epoch,
-            pid=os.getpid(),
-            started_ms=int(time.time() * 1000),
-            ttl_s=self._ttl_s,
-            info=info or {},
-            reads_packed=True,
-        )
+        record = record_of_life(kind, host, instance, epoch, self._ttl_s, info)
         registration = EtcdRegistration(self._client, record, await self._client.grant(self._ttl_s))
         await registration.enter()
         self._keep(registration)

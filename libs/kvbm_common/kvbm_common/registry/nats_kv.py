@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -40,38 +39,20 @@ from kvbm_common.nats.jetstream import (
 from kvbm_common.nats.streams import REGISTRY
 from kvbm_common.registry.nats_entry import PREFIX, NatsRegistration
 from kvbm_common.registry.records import (
-    ENGINE,
     Changed,
     Info,
     Joined,
     Left,
-    RegistryEvent,
     ServiceRecord,
-    require_believable,
 )
 from kvbm_common.registry.services import (
     LIST_DEADLINE_S,
     HeldEntry,
-    Registry,
-    ServiceRegistration,
     WatchedRegistry,
+    record_of_life,
 )
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.codec import UNREADABLE
-
-__all__ = [
-    "ENGINE",
-    "Changed",
-    "Info",
-    "Joined",
-    "Left",
-    "NatsRegistration",
-    "NatsRegistry",
-    "Registry",
-    "RegistryEvent",
-    "ServiceRecord",
-    "ServiceRegistration",
-]
 
 GATHER_S, CROWDED, CROWDED_S = 0.1, 8, 1.0
 """A reader that has taken `CROWDED` batches of heartbeats alone within `CROWDED_S` waits `GATHER_S`
@@ -125,18 +106,7 @@ class NatsRegistry(WatchedRegistry):
                 self._link, REGISTRY, f"{PREFIX}lives.{kind}.{host}.{instance}", b""
             )
             epoch = int(bucket.created.timestamp() * 1e6) + life.seq
-            require_believable(epoch, time.time())
-            record = ServiceRecord(
-                kind=kind,
-                host=host,
-                instance=instance,
-                epoch=epoch,
-                pid=os.getpid(),
-                started_ms=int(time.time() * 1000),
-                ttl_s=self._ttl_s,
-                info=info or {},
-                reads_packed=True,
-            )
+            record = record_of_life(kind, host, instance, epoch, self._ttl_s, info)
             holder = self._holder
             if holder is not None and holder.has_left:  # Another process has taken it over.
                 self._holder = holder = None

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Protocol
 
-from kvbm_common.registry.records import Info, Joined, RegistryEvent, ServiceRecord
+from kvbm_common.registry.records import (
+    Info,
+    Joined,
+    RegistryEvent,
+    ServiceRecord,
+    require_believable,
+)
 from kvbm_common.runtime.logs import OncePerKind
 
 LIST_DEADLINE_S = 3.0
@@ -68,6 +76,25 @@ class Registry(Protocol):
 
     async def close(self) -> None:
         """End the watch and all heartbeats, without leaving."""
+
+
+def record_of_life(
+    kind: str, host: str, instance: str, epoch: int, ttl_s: float, info: Info | None
+) -> ServiceRecord:
+    """Return the entry of a life of this process; raises RegistryUnavailable for a wild epoch."""
+    now_s = time.time()
+    require_believable(epoch, now_s)
+    return ServiceRecord(
+        kind=kind,
+        host=host,
+        instance=instance,
+        epoch=epoch,
+        pid=os.getpid(),
+        started_ms=int(now_s * 1000),
+        ttl_s=ttl_s,
+        info=info or {},
+        reads_packed=True,
+    )
 
 
 class HeldEntry:

@@ -28,8 +28,9 @@ from kvbm_common.extras import needed_for
 from kvbm_common.nats.bus import Bus, VerbHandler
 from kvbm_common.nats.streams import StreamSpec
 from kvbm_common.registry.event_form import EventForm
-from kvbm_common.registry.nats_kv import NatsRegistry, Registry, ServiceRegistration
+from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import PARTITIONS_INFO, Info
+from kvbm_common.registry.services import Registry, ServiceRegistration
 from kvbm_common.runtime import logs
 from kvbm_common.runtime.metrics import Metrics, metrics_of_counts
 from kvbm_common.service import admin_verbs

@@ -13,8 +13,8 @@ from kvbm_common.nats.jetstream import BACKOFF_S
 from kvbm_common.registry import etcd
 from kvbm_common.registry.etcd import CREATED, PREFIX, SERVICES, EtcdRegistry
 from kvbm_common.registry.etcd_client import EtcdClient
-from kvbm_common.registry.nats_kv import Registry
 from kvbm_common.registry.records import Joined, Left, RegistryEvent
+from kvbm_common.registry.services import Registry
 
 from tests.etcd_server import EtcdServer
 from tests.libs.registry_contract import TTL_S, MakeRegistry, RegistryContract

@@ -28,15 +28,9 @@ from kvbm_common.nats.jetstream import (
 from kvbm_common.nats.streams import REGISTRY, StreamSpec
 from kvbm_common.registry import nats_entry
 from kvbm_common.registry.nats_entry import MISSED_BEATS, PREFIX
-from kvbm_common.registry.nats_kv import (
-    IDLE_PER_TTL,
-    LATE_PER_TTL,
-    SWEEPS_PER_TTL,
-    NatsRegistry,
-    Registry,
-    ServiceRegistration,
-)
+from kvbm_common.registry.nats_kv import IDLE_PER_TTL, LATE_PER_TTL, SWEEPS_PER_TTL, NatsRegistry
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
+from kvbm_common.registry.services import Registry, ServiceRegistration
 from kvbm_common.runtime.pauses import EARLY
 
 from tests.libs.registry_contract import TTL_S, MakeRegistry, RegistryContract

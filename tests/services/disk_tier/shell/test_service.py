@@ -23,7 +23,8 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_publisher import EventPublisher
-from kvbm_common.registry.nats_kv import NatsRegistry, ServiceRegistration
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.registry.services import ServiceRegistration
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.service.process import serve as serve_service
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX, Announcer

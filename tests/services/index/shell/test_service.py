@@ -24,7 +24,8 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.streams import EVENTS
-from kvbm_common.registry.nats_kv import NatsRegistry, ServiceRegistration
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.registry.services import ServiceRegistration
 from kvbm_common.service.process import serve
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, event_subject
 from kvbm_common.wire.scores import HoldersReply, MatchBatchReply, ScoreReply, WhereReply
