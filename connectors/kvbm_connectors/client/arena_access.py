@@ -131,7 +131,7 @@ class ArenaAccess:
         """The newest, whether its arena is attached or not."""
         self._attached: Attached | None = None
         self._state = ArenaState.UNKNOWN
-        """Of the arena of the newest welcome."""
+        """The state of the arena of the newest welcome."""
         self._failures = 0
         """Attempts for the newest welcome that have failed."""
         self._retry_at_ms = 0

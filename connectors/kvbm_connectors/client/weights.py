@@ -61,12 +61,12 @@ FILES_MAX = 10_000
 PAGE_BYTES = 4096
 WHOLE_BYTES = 4 << 20
 STRETCH_BYTES = 16 << 20
-"""Of files without a header that says where tensors are."""
+"""The stretch with one page, in files without a header that says where tensors are."""
 PAGES = 4096
-"""Of all tensors together, unless there are so many that each has PAGES_MIN."""
+"""Pages of all tensors together, unless there are so many that each has PAGES_MIN."""
 PAGES_MIN = 4
 PAGES_MAX = 64
-"""Of one tensor."""
+"""Pages of one tensor at most."""
 HEADER_BYTES_MAX = 100 << 20
 """safetensors' own limit."""
 SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")

@@ -1,4 +1,4 @@
-"""Which blocks of a request a lookup asks for: those that fit into it, without failed ones."""
+"""The blocks of a request that a lookup asks for: as many as it can name, no failed ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 from msgspec.structs import replace
 
 AskedBlocks = tuple[Sequence[SequenceHash], Sequence[GroupRun]]
-"""The names, group after group, and how they are cut into KV groups, where there are several."""
+"""The names, group after group, and the KV groups that they are of; none: there is one group."""
 
 
 def as_many_as_fit(hashes: Sequence[SequenceHash], groups: Sequence[GroupRun]) -> AskedBlocks:
-    """Return the blocks up to the largest boundary for which a lookup can name all of them."""
+    """Return the blocks before the largest boundary for which a lookup can name all blocks."""
     if len(hashes) <= MATCH_BLOCKS_MAX:
         return hashes, groups
     if not groups:
@@ -42,9 +42,10 @@ def without_failed(
     *,
     is_careful: bool = False,
 ) -> AskedBlocks:
-    """Return what the largest hit that needs no failed block asks for.
+    """Return the blocks of the largest hit that needs no block whose load has failed.
 
-    A smaller hit may need one: in a window before another boundary. `is_careful`: none may.
+    The answer may be a smaller hit, whose window needs a failed block. With `is_careful` no
+    smaller hit may need one either.
     """
     assert now_ms >= 0, f"asked at {now_ms} ms"
     if not groups:
@@ -61,7 +62,7 @@ def without_failed(
 
 
 def _up_to(tokens: int, hashes: Sequence[SequenceHash], groups: Sequence[GroupRun]) -> AskedBlocks:
-    """Return the blocks of each group that come before so many tokens, and whole."""
+    """Return the whole blocks of each group within the first `tokens` tokens."""
     assert tokens >= 0, f"{tokens} tokens of {groups}"
     counts = [min(one.blocks, tokens // one.block_tokens) for one in groups]
     shorter = [replace(one, blocks=count) for one, count in zip(groups, counts, strict=True)]

@@ -72,12 +72,12 @@ class Load:
     blocks: tuple[int, ...]
     hashes: tuple[SequenceHash, ...]
     checksums: tuple[bytes, ...]
-    """Of each block the packed checksums of its parts."""
+    """The packed checksums of the parts of each block."""
     block_bytes: int
     deadline_ms: int
     lookup: int = 0
     whole: bool = False
-    """Of several KV groups: if one block fails, none can be used."""
+    """Whether no block can be used if one fails, as with several KV groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Hit:
     reason: str = ""
     """Why there are not more."""
     boundary: int = 0
-    """Of a lookup over several KV groups: the tokens that the blocks stand for."""
+    """The tokens that the blocks stand for, in a lookup over several KV groups."""
     shared: int = 0
     """The tokens up to which the groups without a window have all blocks: where this is more,
     blocks of a window are missing."""

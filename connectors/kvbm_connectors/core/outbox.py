@@ -25,7 +25,7 @@ from kvbm_common.wire.session_hint import Action, SessionHint
 from kvbm_connectors.core.messages import Effect, OfferEnded, OfferRun, Origin, ToEvents, ToHost
 
 REQUEST_CHARS_MAX = 256
-"""Of an engine's request id, as far as people need it."""
+"""Characters of an engine's request id: enough for people to recognise it."""
 LOOKUPS_PER_MESSAGE = 64
 """Misses in one message."""
 BLOCKS_PER_MESSAGE = 8_192

@@ -31,7 +31,7 @@ FORGOTTEN = 1e-6
 """What the steps before a change weigh then, even beside steps that are a hundred times longer."""
 ERROR_FIRST = 0.3
 ERROR_LEAST = 0.02
-"""Of a step, beyond what any two steps differ by."""
+"""The least error of a step, as a part of it: any two steps differ by so much."""
 ERROR_KEPT = 0.9
 TOKENS_UNIT = 1_024.0
 PAIRS_UNIT = TOKENS_UNIT * TOKENS_UNIT

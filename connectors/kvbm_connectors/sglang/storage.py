@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 STATISTICS_MAX = 1_024
 """Batches that are remembered until SGLang asks for them, which it does several times a second."""
 FIRST_ATTACH_S = 5.0
-"""Of several pools the one with the largest pages comes first: it may have to cut the arena."""
+"""Wait for the first attachment: the pool with the largest pages may have to cut the arena."""
 T = TypeVar("T")
 
 

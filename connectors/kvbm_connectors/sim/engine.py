@@ -59,7 +59,7 @@ class Run:
     prompt: Tokens
     outputs: Tokens
     names: list[SequenceHash]
-    """Of all full blocks, prompt and outputs."""
+    """The names of all full blocks, of prompt and outputs."""
     usable: int
     """Blocks of the prompt that may come from a cache: one token must be left to compute."""
     started_s: float

@@ -91,10 +91,10 @@ class PromiseKeeper:
         )
         self.slot_bytes = 0
         self._state: list[PromiseState] = []
-        """Of each slot."""
+        """The state of each slot."""
         self._free: list[int] = []
         self._checksums: dict[int, bytes] = {}
-        """Of the parts of what is kept, packed, by slot."""
+        """Slot → the packed checksums of the parts of its block."""
         self._threads = copy_threads("promises")
 
     def room(self, block_bytes: int) -> int:

@@ -47,7 +47,7 @@ class PromisedRequest:
     table: list[int] = field(default_factory=list)
     """Its device blocks, as far as the engine has reported them."""
     priorities: list[int | None] = field(default_factory=list)
-    """Of the same blocks; None: the engine has said nothing."""
+    """The priorities of the same blocks; None: the engine has said nothing."""
     local: int = 0
     """Blocks that the device's own cache had."""
     promised: tuple[int, ...] = ()

@@ -39,11 +39,11 @@ OTHER_VARIABLES = frozenset({
 })  # fmt: skip
 """Variables with another prefix that vLLM's kernels look at."""
 DERIVED = ("runner_type", "convert_type")
-"""Of ModelConfig: attributes that are no fields."""
+"""Attributes of ModelConfig that are no fields."""
 LONG = 32_768
 """Tokens of a sequence from which on Llama 4 tunes its attention, unless a file says otherwise."""
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-"""Of a Hugging Face configuration: where it came from."""
+"""Fields of a Hugging Face configuration that say where it came from."""
 DEEP = 12
 """Levels of a configuration that are looked at."""
 

@@ -47,7 +47,7 @@ class EngineRequest(Protocol):
     def num_computed_tokens(self) -> int: ...
     @property
     def num_in_flight_tokens(self) -> int:
-        """Of the computed ones, those whose step has not ended yet."""
+        """The computed tokens whose step has not ended yet."""
         ...
 
     @property

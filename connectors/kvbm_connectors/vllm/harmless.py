@@ -54,7 +54,7 @@ MODEL: Reasons = {
         "multimodal_config.mm_encoder_fp8_scale_save_margin"
     ),
 }
-"""Of ModelConfig; also of a draft's."""
+"""Fields of ModelConfig that do not change KV bytes; also those of a draft's."""
 LOAD: Reasons = {
     "how files are read, not which": (
         "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "

@@ -73,7 +73,7 @@ class Tracked:
     unloadable: bool = False
     """A hit could not be loaded, or not as a whole: the request is computed."""
     lease: int | None = None
-    """Of the load that is not over yet."""
+    """The lease of the load that is not over yet."""
     admitted: int | None = None
     """Tokens that the request was given (hits, loads) when a step first computed for it since its
     last admission; None until such a step is scheduled."""

@@ -1,4 +1,4 @@
-"""The NATS of a stack: an embedded nats-server, started again after a crash if wanted."""
+"""The NATS of a stack: an embedded nats-server, which is restarted after a crash if wanted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_cli.service_process import Pauses
 
 LOOK_S = 0.5
-"""How often it is looked for: services pass through meanwhile, so a moment is soon enough."""
+"""How often the supervisor looks whether nats-server runs: services work without it meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,17 +37,17 @@ class NatsProcess:
             self._task = asyncio.create_task(self._supervise(), name="supervise nats")
 
     async def kill(self) -> None:
-        """End it like a crash, with SIGKILL; no restart."""
+        """Kill nats-server with SIGKILL, like a crash, and do not restart it."""
         await self._let_be()
         self.server.kill()
 
     async def stop(self, *, deadline_s: float) -> None:
-        """Stop it, by force after the deadline. The store stays."""
+        """Stop nats-server, by force after the deadline. Its store stays."""
         await self._let_be()
         await self.server.stop(deadline_s=deadline_s)
 
     async def _let_be(self) -> None:
-        """End the supervision, and a start that it may have begun."""
+        """End the supervision, and a restart that it may have begun."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -60,12 +60,12 @@ class NatsProcess:
                 await asyncio.sleep(LOOK_S)
             pause_s = pauses.next_s()
             log = self.server.directory / "nats-server.log"
-            _log.warning("nats has ended; again in %s s; its log is %s", pause_s, log)
+            _log.warning("nats-server has ended; restarting in %s s; its log is %s", pause_s, log)
             await asyncio.sleep(pause_s)
             pauses.begin()
             try:
                 await self.server.start()
             except (OSError, KvbmError) as error:
-                _log.warning("nats cannot be started: %s", error)
+                _log.warning("nats-server cannot be started: %s", error)
             else:
                 self.restarts += 1

@@ -26,7 +26,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     capacity_blocks: int
     capacity_share: float
-    """Of the distinct blocks."""
+    """The capacity as a part of the distinct blocks."""
     policy: str
     hits: int
     hit_rate: float

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # It imports msgspec, which a machine that only tries its GPU
 PIECE_RECORDS = 8_192
 """So many are summed up at a time: their copies stay in the processor's cache."""
 SUM_BYTES = 8
-"""Of a packed checksum."""
+"""Bytes of a packed checksum."""
 
 
 def block_checksum(data: bytes | memoryview | NDArray[Any]) -> int:

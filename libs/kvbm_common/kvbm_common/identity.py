@@ -37,15 +37,15 @@ SequenceHash = NewType("SequenceHash", bytes)
 
 HASH_BYTES = 16
 DIGEST_BYTES = 32
-"""Of a namespace's digest."""
+"""Bytes of a namespace's digest."""
 JSON_HASH_BYTES = 2 * HASH_BYTES + len('"",')
-"""Of one hash in a JSON array."""
+"""Bytes of one hash in a JSON array."""
 TOKEN_BYTES = 4
 BLOCK_TOKENS_MAX = 65_536
 """KVBM's and every engine's largest page is smaller, but beside recurrent layers vLLM makes blocks
 of attention as large as a state."""
 NUMBER_MAX = 2**63 - 1
-"""Of a namespace's numbers: events carry no larger one."""
+"""The largest number in a namespace: events carry no larger one."""
 _NUMBERS = (
     ("tensor_parallel", 1), ("pipeline_parallel", 1), ("group", 0), ("layers", 0), ("heads", 0),
     ("head_dim", 0),

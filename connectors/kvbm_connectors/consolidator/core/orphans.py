@@ -1,9 +1,11 @@
-"""Orphans: stored blocks that have no name (yet). They wait, bounded; none becomes a root.
+"""Orphans: stored blocks that cannot be named yet, because their parent is unknown.
 
-They wait for their parent, or, at the start of a prompt, for the content of their LoRA adapter.
+At the start of a prompt they wait for the content of their LoRA adapter instead. The number of
+waiting blocks is bounded, and no orphan is taken for a root.
 
-A parent that we missed comes by replay; one that the engine announces late comes by itself. Who
-waited too long is condemned: one replay is asked for, and who then is still an orphan is dropped.
+A parent that we missed comes with a replay; one that the engine announces late comes by itself. An
+orphan that has waited too long is *condemned*: one replay is asked for. If its parent does not come
+with the replay either, the orphan is dropped.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from dataclasses import dataclass, field
 from kvbm_common.wire.engine_events import BlockStored, EngineHash
 
 ParentKey = tuple[int, EngineHash | str]
-"""A group and the parent's engine hash, or what an adapter is called (hash_extras.py)."""
+"""A group, and the parent's engine hash or the adapter's name (hash_extras.py)."""
 
 
 @dataclass(slots=True, eq=False)
 class Orphan:
-    """One event that waits, and which of its blocks the engine has removed meanwhile."""
+    """One event that waits, and those of its blocks that the engine has removed meanwhile."""
 
     group: int
     event: BlockStored
@@ -70,7 +72,7 @@ class Orphans:
     def adopt(
         self, group: int, engine_hashes: tuple[EngineHash, ...] | tuple[str, ...]
     ) -> list[Orphan]:
-        """Take those that waited for one of these blocks or adapters; they wait no more."""
+        """Return the orphans that waited for one of these blocks or adapters, and forget them."""
         adopted: list[Orphan] = []
         for engine_hash in engine_hashes if self._waiting else ():
             adopted += self._waiting.pop((group, engine_hash), ())
@@ -81,7 +83,7 @@ class Orphans:
         return adopted
 
     def remove(self, group: int, engine_hash: EngineHash) -> bool:
-        """Note that the engine has removed a block that waits. False: it does not wait here."""
+        """Note that the engine has removed a block. False: the block is no orphan."""
         holders = self._holders.get((group, engine_hash))
         if holders is None:
             return False
@@ -93,7 +95,7 @@ class Orphans:
         return True
 
     def _forget(self, orphan: Orphan) -> None:
-        """Take an orphan's blocks out of the table: it waits no more."""
+        """Remove an orphan's blocks from the table of blocks."""
         for engine_hash in orphan.left():
             key = orphan.group, engine_hash
             self._holders[key].remove(orphan)
@@ -101,7 +103,7 @@ class Orphans:
                 del self._holders[key]
 
     def condemn(self, before_ms: int) -> bool:
-        """Mark the events that wait since then; returns whether one was marked just now."""
+        """Condemn the orphans that wait since `before_ms`; returns whether there is a new one."""
         marked = False
         for orphans in self._waiting.values():
             for orphan in orphans:
@@ -110,7 +112,7 @@ class Orphans:
         return marked
 
     def drop_condemned(self) -> int:
-        """Give up on the marked ones; returns how many blocks those were."""
+        """Drop the condemned orphans; returns how many blocks they had."""
         before = self.block_count
         for key, orphans in list(self._waiting.items()):
             left = [orphan for orphan in orphans if not orphan.condemned]
@@ -126,7 +128,7 @@ class Orphans:
         return before - self.block_count
 
     def clear(self) -> int:
-        """Forget all; returns how many blocks that were."""
+        """Forget all orphans; returns how many blocks they had."""
         dropped, self.block_count = self.block_count, 0
         self._waiting.clear()
         self._holders.clear()

@@ -46,9 +46,9 @@ class RouterStream:
     """One stream: what its readers hold, and its last batches."""
 
     said: dict[Tier, dict[SequenceHash, SequenceHash | None]] = field(default_factory=dict)
-    """Of each tier, the blocks that were said, each with its parent."""
+    """Tier → the blocks that were said, each with its parent."""
     groups: dict[SequenceHash, int] = field(default_factory=dict)
-    """Of blocks that are not of group 0. A block is of one group as long as it is held."""
+    """Block → its group, if that is not 0; it stays the same as long as the block is held."""
     unnamed: dict[SequenceHash, list[Said]] = field(default_factory=dict)
     """Held, and not said for want of a name."""
     next_seq: int = 0

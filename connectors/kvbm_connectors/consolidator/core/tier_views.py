@@ -1,7 +1,7 @@
-"""The tiers of this host, as their events on the bus tell: which blocks each of them has.
+"""The blocks that each tier of this host has, as its events on the bus say.
 
-Each tier is followed by the rule of `kvbm_common/tier/follow.py`: nothing is applied across a gap.
-Its snapshot is compared with what was believed, and the difference is the change.
+Each tier is followed by the rule of `kvbm_common/tier/follow.py`: no event is applied behind a gap.
+A snapshot is compared with the blocks known before; the difference is the change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.events import parents_first
 
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
-"""A source whose last event is all that is left of it is asked less and less often."""
+"""A source that does not answer is asked less and less often."""
 FORGET_MS = 600_000
 """A source that has left is forgotten after this: no event of it is under way any more."""
 DROPPED = {
@@ -27,7 +27,7 @@ DROPPED = {
     Verdict.DUPLICATE: "tier_duplicate",
     Verdict.FULL: "tier_waiting_full",
 }
-"""The counters of events that are left out."""
+"""Verdict → the counter of the events that are dropped for it."""
 
 Blocks = dict[SequenceHash, SequenceHash]
 """Block → its parent."""
@@ -35,7 +35,7 @@ Blocks = dict[SequenceHash, SequenceHash]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one source has gained and lost, of one namespace."""
+    """The blocks of one namespace that one source has gained and lost."""
 
     source: str
     tier: Tier
@@ -50,9 +50,9 @@ class _Source(Followed[Event]):
     name: str
     tier: Tier
     blocks: dict[str, Blocks] = field(default_factory=dict)
-    """By namespace."""
+    """Namespace → its blocks."""
     left_ms: int = 0
-    """When it has left, last."""
+    """When it last left."""
 
 
 class TierViews:
@@ -80,7 +80,7 @@ class TierViews:
         """Take an event of a tier; returns what has changed."""
         source = self._source_of(event.source, event.tier)
         if source.state is FollowState.GONE and event.epoch <= source.epoch:
-            return []  # It was under way when the tier left, and would bring a ghost back.
+            return []  # It was under way when the tier left: its blocks are gone.
         changes = self._become(source, {}) if source.begin(event.epoch) else []
         was_behind = source.state is FollowState.BEHIND
         verdict = source.take(event, now_ms, clears=isinstance(event, Cleared))
@@ -91,8 +91,10 @@ class TierViews:
         return changes + self._apply_ready(source, now_ms)
 
     def snapshot(self, reply: SnapshotReply, now_ms: int) -> list[Change]:
-        """Take a snapshot, all that a source holds, and then the events that have waited; returns
-        what has changed."""
+        """Replace the blocks of a source by its snapshot, and apply the events that have waited.
+
+        Returns what has changed.
+        """
         source = self._sources.get(reply.source)
         if source is None or not source.landed():
             self._drops["tier_snapshot_unasked"] += 1
@@ -114,14 +116,16 @@ class TierViews:
         return self._become(source, wanted) + self._apply_ready(source, now_ms)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
-        """Note that a source did not answer: it is asked again later."""
+        """Note that a source did not answer, so that it is asked again later."""
         source = self._sources.get(name)
         if source is not None and source.landed():
             source.retry_later(now_ms)
 
     def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
-        """Note that a source's place in the registry is gone: it holds nothing, and nothing is
-        heard of it, until it joins again or begins another life."""
+        """Drop the blocks of a source that has left the registry.
+
+        Its events are ignored until it joins again, or begins another life.
+        """
         source = self._sources.get(name)
         if source is None or source.epoch > epoch:
             return []
@@ -132,8 +136,8 @@ class TierViews:
         return self._become(source, {})
 
     def stream_lost(self, name: str, now_ms: int) -> None:
-        """Ask a source again: its stream is another one, and what was lost with the old one need
-        not show as a gap."""
+        """Ask a source for a snapshot: its stream was replaced, and events that were lost with the
+        old stream may leave no gap."""
         source = self._sources.get(name)
         if source is not None and source.state is not FollowState.GONE:
             source.fall_behind(now_ms)
@@ -146,8 +150,10 @@ class TierViews:
         return all(s.state is not FollowState.BEHIND for s in self._sources.values())
 
     def ask(self, now_ms: int) -> list[str]:
-        """Return the sources that are to be asked for a snapshot now, and note that they are
-        asked. Those that left long ago are forgotten."""
+        """Return the sources to ask for a snapshot now, and note that they are asked.
+
+        Sources that left long ago are forgotten.
+        """
         for source in list(self._sources.values()):
             if source.state is FollowState.GONE and now_ms - source.left_ms > FORGET_MS:
                 del self._sources[source.name]
@@ -193,12 +199,12 @@ class TierViews:
 
     @property
     def block_count(self) -> int:
-        """Blocks held, each tier for itself."""
+        """The blocks of all tiers; a block in two tiers counts twice."""
         return sum(len(b) for source in self._sources.values() for b in source.blocks.values())
 
     @property
     def source_count(self) -> int:
-        """Sources that are followed, or have left lately."""
+        """The sources that are followed, or have left lately."""
         return len(self._sources)
 
     @property
@@ -225,7 +231,7 @@ class TierViews:
             try:
                 changes += self._apply(source, event)
             except KvbmError:
-                # Valid JSON, and no hashes in it: whatever it said, the source knows better.
+                # An invalid hash: a snapshot of the source will say which blocks it has.
                 self._drops["tier_malformed"] += 1
                 source.refuse(now_ms)
         return changes
@@ -248,7 +254,7 @@ class TierViews:
                 return [Change(source.name, source.tier, event.namespace, [], gone)]
 
     def _become(self, source: _Source, wanted: dict[str, Blocks]) -> list[Change]:
-        """Hold exactly this; returns what differs from before."""
+        """Replace the blocks of a source; returns what differs from before."""
         assert self._sources.get(source.name) is source, f"{source.name} is followed no more"
         before, source.blocks = source.blocks, wanted
         changes = []
@@ -274,6 +280,6 @@ def pairs_of(runs: Iterable[Run]) -> list[tuple[SequenceHash, SequenceHash]]:
     pairs: list[tuple[SequenceHash, SequenceHash]] = []
     for run in runs:
         hashes = hashes_from_hex(run.hashes)
-        # A run may be empty: then there is a parent alone.
+        # Not strict: an empty run has a parent, and no block.
         pairs += zip(hashes, [hash_from_hex(run.parent), *hashes[:-1]], strict=False)
     return pairs

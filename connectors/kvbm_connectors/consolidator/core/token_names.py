@@ -32,7 +32,7 @@ class NamedBlocks(NamedTuple):
 
     hashes: list[SequenceHash]
     tokens: list[bytes]
-    """Of each block, its token ids as LE u32."""
+    """The token ids of each block, as LE u32."""
     kinds: list[Kind] | None = None
     """None: all are plain."""
 
@@ -61,7 +61,7 @@ class TokenNames:
         self._retired_max = retired_max
         self._tokens: dict[SequenceHash, bytes] = {}
         self._kinds: dict[SequenceHash, Kind] = {}
-        """Of those that are not plain."""
+        """The kinds of the blocks that are not plain."""
         # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
         self._retired: OrderedDict[SequenceHash, None] = OrderedDict()
 

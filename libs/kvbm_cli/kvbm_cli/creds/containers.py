@@ -54,7 +54,7 @@ SERVER_FILES = ("ca.pem", "server.pem", "server.key")
 ARCHIVE_BYTES_MAX = 1024 * 1024
 """The sets of one host are some ten KiB."""
 NAME = re.compile(r"[a-z][a-z-]*\.[a-z]+")
-"""Of a file of a set."""
+"""The name of a file of a set."""
 OPTIONS = ("--rotate", "--drop-old", "--import")
 
 

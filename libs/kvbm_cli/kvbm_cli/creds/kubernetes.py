@@ -37,7 +37,7 @@ REPLICAS = "KVBM_STREAM_REPLICAS"
 SERVERS = 3
 """Servers of the chart's NATS, unless a value says otherwise, and how many keep each stream."""
 INSTANCES = 2
-"""Of each tier on a node there is one; another name while the one before has not ended yet."""
+"""Names for the one instance of a tier on a node: an old one may not have ended yet."""
 SECRET_BYTES_MAX = 1024 * 1024
 """What Kubernetes lets be in one Secret."""
 SERVERS_MAX = 5

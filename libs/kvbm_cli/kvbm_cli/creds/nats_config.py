@@ -52,7 +52,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...]
     tenants: tuple[str, ...] = ("kvbm",)
     instances: int = 8
-    """Of each tier on each host, numbered from 0."""
+    """Instances of each tier on each host, numbered from 0."""
     listen: str = "0.0.0.0:4222"
     store_dir: str = "/data"
     server_dir: str = ""

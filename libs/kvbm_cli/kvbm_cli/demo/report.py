@@ -43,7 +43,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` writes to its file."""
 
     requests: int
-    """Of the workload. What is repeated at the end is verified, and can fail, but is not here."""
+    """Requests of the workload, without those that are repeated at the end to be compared."""
     failed_requests: int
     seconds: float
     """From the first request until the last was answered."""
@@ -60,11 +60,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     views_consistent: bool
     differences: list[str]
     hit_rate: dict[str, float]
-    """Of the full blocks of all prompts, by the tier that had them."""
+    """Tier → its part of the full blocks of all prompts."""
     ttft_ms: dict[str, float]
     """Medians over the same requests, once with the cache and once recomputed."""
     comparison: Comparison | None = None
-    """Of the pairs; None: no request found anything outside its device."""
+    """The comparison of the pairs; None: no request found anything outside its device."""
     paths: dict[str, PathFigures]
     missed: dict[str, int] = {}
     """Blocks that a lookup missed, by reason, the most frequent first."""
@@ -105,9 +105,9 @@ class Tally:
     """Results as they come in."""
 
     finished: list[Finished] = field(default_factory=list)
-    """Of the workload."""
+    """The requests of the workload."""
     repeated: list[Finished] = field(default_factory=list)
-    """Of the pairs: verified as the others are, and no part of the workload's figures."""
+    """The requests of the pairs: verified like the others, and not in the workload's figures."""
     pairs: list[tuple[float, float]] = field(default_factory=list)
     """TTFT of a request with the cache, and of the same one recomputed; ms."""
 

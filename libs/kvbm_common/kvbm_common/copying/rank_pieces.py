@@ -58,9 +58,9 @@ class RankPieces:
     def __init__(self, regions: Sequence[Region], share: Share) -> None:
         self.share = share
         self.bytes = part_bytes(regions)
-        """Of what the rank has of a block."""
+        """Bytes of the rank's part of a block."""
         self.block_bytes = share.block_bytes(self.bytes)
-        """Of a whole block."""
+        """Bytes of a whole block."""
         assert self.block_bytes, f"{self.bytes} bytes of {share}"
         self._regions = tuple(regions)
         self._run_bytes = self.block_bytes // share.grid.run_count

@@ -18,12 +18,12 @@ from kvbm_common.cuda.copies import Lent
 from kvbm_common.cuda.runtime import CudaError, Runtime
 
 WAIT_DEADLINE_S = 10.0
-"""Of checksums, and of copies that are waited for."""
+"""Deadline of checksums, and of copies that are waited for."""
 WAIT_POLL_S = 0.00005
 SUM_BLOCKS_MAX = 4096
 """Blocks of one launch: more than any chunk has."""
 SCRATCH_BYTES = 4 << 20
-"""Of a launch, unless one block needs more: enough for 64 MiB of blocks."""
+"""Memory of a launch, unless one block needs more: enough for 64 MiB of blocks."""
 
 
 class DeviceSums:

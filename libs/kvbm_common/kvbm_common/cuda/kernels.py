@@ -18,7 +18,7 @@ SUM_THREADS = 256
 SUM_GRID_MAX = 264
 """Thread blocks of a launch over KiBs: two for each multiprocessor of a large GPU."""
 CHAIN_THREADS = 64
-"""Of the kernel that follows the KiBs of a part, one by one: 8 do that, the others read ahead."""
+"""Threads of the kernel that sums up a part, KiB by KiB: 8 compute, the others read ahead."""
 KIB_SUM_BYTES = 64
 """Eight accumulators of 8 bytes, for each full KiB of a part."""
 SUM_PIECE_BYTES = 64

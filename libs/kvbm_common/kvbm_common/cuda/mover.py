@@ -58,7 +58,7 @@ class _Job:
     after: tuple[int, ...]
     future: Future[Transferred]
     waves_left: int = 1
-    """Of a job that is not divided yet, one."""
+    """Waves that have not ended; a job that is not divided yet has one."""
     failed: bool = False
     settling: Future[None] = field(default_factory=Future)
     started: float = 0.0

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_DEADLINE_S = 60.0
-"""Of what an engine's start waits for: the first of it compiles the kernels."""
+"""Deadline of calls that an engine's start waits for: the first one compiles the kernels."""
 
 
 class Gpu:

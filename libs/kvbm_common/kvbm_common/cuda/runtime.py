@@ -24,7 +24,7 @@ from kvbm_common.extras import install
 T = TypeVar("T")
 
 URGENT_PRIORITY = -1
-"""Of streams that a request waits for; CUDA cuts it to what the device has."""
+"""Priority of streams that a request waits for; CUDA cuts it to what the device has."""
 COPY_DEFAULT = 4
 """cudaMemcpyDefault: CUDA knows from an address where it is."""
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2

@@ -1,15 +1,15 @@
 """`adaptive`: LRU, or two orders with a protected part, whichever hits more on this load.
 
-Blocks that were used once wait in one order, those that were used again in another; both as LRU
-would have them, leaves before their parents. What differs is whose oldest block leaves:
+Free blocks that were used once are in one order, those that were used again in another. Both are
+in the order of LRU, leaves before their parents. The *ways* differ in which order gives a victim:
 
-    LRU         the one that was freed the longest ago, whichever order it is in
-    protected   one used once. Those used again hold a part of the slots; beyond that part their
-                oldest goes back to the others (segmented LRU, Karedla et al. 1994)
-    remembered  besides, what comes back soon after it was evicted counts as used again (2Q,
-                Johnson and Shasha 1994)
+    LRU         the order whose oldest block was freed the longest ago
+    protected   the order of blocks used once. Blocks used again hold a part of the slots; beyond
+                that part their oldest goes back to the others (segmented LRU, Karedla et al. 1994)
+    remembered  as `protected`, and a block that comes back soon after it was evicted counts as
+                used again (2Q, Johnson and Shasha 1994)
 
-A `Contest` says which is best, and how large the part is. It begins with LRU.
+A `Contest` says which way is best, and how large the part is. It begins with LRU.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import BlockColumns
 
 BATCH_MAX = 64
-"""Sampled uses that wait for a block to be freed: no step of the tier runs more of them."""
+"""Sampled uses that wait for the contest: no step of the tier runs more of them."""
 LEAVE_MAX = 2
-"""Blocks that go back to those used once when one is freed: a smaller part is reached in steps."""
+"""Blocks that go back to `_once` when one is freed: a smaller part is reached in steps."""
 
 
 class Adaptive:
-    """Eviction that finds its way. The same calls give the same victims, in every process."""
+    """The eviction policy `adaptive`. The same calls give the same victims, in every process."""
 
     def __init__(self, slot_count: int = 0, contest: Contest | None = None) -> None:
         self._slot_count = slot_count
         self._former = FreeOrder()
-        """Of a former life: the oldest of those used once."""
+        """Free blocks of a former life: they count as used once, and are older than all others."""
         self._once: OrderedDict[SequenceHash, int] = OrderedDict()
         """Free blocks, and the run of frees in which each was freed."""
         self._again: OrderedDict[SequenceHash, int] = OrderedDict()
         self._reused: set[SequenceHash] = set()
-        """Of the other blocks those that belong to `_again` when they are freed."""
+        """Blocks outside `_again` that go there when they are freed: they were used again."""
         self._run = 0
         self._run_is_again = False
-        """Frees into one order, one after the other, are a run: they share its number, and so its
-        memory. Within a run the order itself says which came first."""
+        """Consecutive frees into one order are a run and share its number, which saves memory. In
+        a run the order itself says which came first."""
         self._here = 0
         """Blocks, free or held."""
         self._departed = RecentNames()
         self._uses: list[SequenceHash] = []
-        """Sampled blocks that were used, and not freed yet."""
+        """Sampled blocks that were used since the last contest."""
         self.contest = contest or Contest(slot_count)
         self._sampled_below = self.contest.sampled_below
         self._sampled_byte = (self._sampled_below - 1 >> 16) + 1
         self._follow()
 
     def _follow(self) -> None:
-        """Take over the way that leads the contest."""
+        """Evict in the way that leads the contest."""
         way = self.contest.way
         self._is_lru = not way.protected
         self._remembers = way.remembers
@@ -105,7 +105,7 @@ class Adaptive:
     def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
         again, reused, count = self._again, self._reused, len(self)
         for block in blocks:
-            if block in again:  # As a rule: what a lookup finds was used before.
+            if block in again:  # The usual case: a block that a lookup finds was used before.
                 del again[block]
                 reused.add(block)
             else:
@@ -149,7 +149,7 @@ class Adaptive:
         if self._once.pop(block, None) is None and self._again.pop(block, None) is None:
             self._former.hold(block)
         self._reused.discard(block)
-        self._departed.add(block, self._here)  # As many are remembered as were here with it.
+        self._departed.add(block, self._here)  # As many names are remembered as there are blocks.
         self._here -= 1
 
     def _sample(self, block: SequenceHash) -> None:
@@ -176,7 +176,7 @@ class Adaptive:
         """Yield the free blocks, the first to leave first."""
         if not self._is_lru or not self._once or not self._again:
             return chain(self._former, self._once, self._again)
-        # Blocks that went back to those used once stand where they went back: newer than they are.
+        # A block that went back to `_once` stands behind newer ones: the merge is nearly sorted.
         by_age = merge(self._once.items(), self._again.items(), key=itemgetter(1))
         return chain(self._former, map(itemgetter(0), by_age))
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from kvbm_common.identity import SequenceHash
 
 RATE_MAX = 1 / 16
-"""Of all names: six miniatures then cost a fifth of a µs for each use of a block."""
+"""The part of all names that is sampled: six miniatures cost a fifth of a µs for each use."""
 SLOTS_MAX = 512
-"""Of a miniature; a larger one changed nothing, and memory stays below a megabyte."""
+"""Slots of a miniature; larger ones changed nothing, and memory stays below a megabyte."""
 WINDOW_PER_SLOT = 32
 WINDOW_MIN = 1024
 """Sampled uses that the scores remember: as many turnovers of the tier as loads last."""
 LEAD_SHARE = 0.005
-"""Of the window: so many hits more than the leader's. Changing the way costs some hits, too."""
+"""The lead in hits, as a part of the window, that changes the way: a change costs hits, too."""
 LEAD_MIN = 8.0
 """Hits more than the leader's in any case: a chain has some sampled blocks, which hit together."""
 REMEMBERED_PER_SLOT = 2

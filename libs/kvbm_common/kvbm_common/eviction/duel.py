@@ -27,10 +27,10 @@ GHOSTS_MAX = 8192
 SAMPLE_BITS = 16
 DECIDE_EVERY = 8
 LIMIT_SHARE = 0.002
-"""Of the uses in the window: how far behind is too far."""
+"""How far behind LRU is too far, as a part of the uses in the window."""
 LIMIT_MIN = 24.0
 REST_SHARE = 1.0
-"""Of the window: the rest after a defeat that leaves more lost than was ever won."""
+"""The rest, as a part of the window, after a defeat that has lost more than was ever won."""
 CREDIT_SHARE = 0.004
 WINDOW_PER_SLOT = 32
 LOST_USES = 2048

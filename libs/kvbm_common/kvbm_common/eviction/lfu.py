@@ -25,7 +25,7 @@ class Lfu(OneByOne):
         self._key: dict[SequenceHash, int] = {}
         self._queues: dict[int, FreeOrder] = {}
         self._keys: list[int] = []
-        """Of the queues, sorted."""
+        """The keys of the queues, sorted."""
         self._age = 0
         self._free_count = 0
 

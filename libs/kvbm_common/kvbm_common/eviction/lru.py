@@ -21,7 +21,7 @@ class FreeOrder:
         self._former: list[SequenceHash] = []
         """Newest first: the end of a list is cheap to cut off. The last of them is here."""
         self._left: set[SequenceHash] = set()
-        """Of the former ones those that are still here."""
+        """The blocks of a former life that are still here."""
         self._later: OrderedDict[SequenceHash, None] = OrderedDict()
 
     def fill(self, former: BlockColumns) -> None:

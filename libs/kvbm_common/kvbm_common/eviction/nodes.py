@@ -58,7 +58,7 @@ class Nodes(dict[SequenceHash, Node]):
     def __init__(self) -> None:
         self._former: Former | None = None
         self._slot_of: dict[SequenceHash, int] = {}
-        """Of the former blocks whose nodes are not made, in their columns."""
+        """Former block whose node is not made yet → its place in the columns."""
         self.orphans: dict[SequenceHash, int] = {}
         """Parents that are not here, and how many children they have here."""
 

@@ -245,7 +245,7 @@ class _Chosen:
         self._nodes = nodes
         self._free = free
         self._left: dict[SequenceHash, int] = {}
-        """Of those that lose children, how many they have left."""
+        """Block that loses children → how many it has left."""
 
     @property
     def full(self) -> bool:

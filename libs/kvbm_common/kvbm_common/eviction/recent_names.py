@@ -24,7 +24,7 @@ ENTRIES_MIN = 64
 ENTRIES_PER_NAME = 1.5
 """A table is at most two thirds full: then a search looks at two or three entries."""
 MARK_BITS = 32
-"""Of a name in a table: of 2,000 other names, one seems to be among a million that are known."""
+"""Bits of a name in a table: with a million names, one of 2,000 others seems to be among them."""
 MARK_MAX = (1 << MARK_BITS) - 1
 REMEMBERED_MIN = 32
 """Names in one table, however few blocks are here."""

@@ -20,9 +20,9 @@ NAME_DIGITS = 32
 NAMES_MAX = 16
 """Enough to show what begins alike; a page of the dump has as many."""
 KEY_DIGITS = 16
-"""Of a name, those by which the dump is ordered."""
+"""The digits of a name by which the dump is ordered."""
 PAGES_MAX = 64
-"""Of one holder. Pages are short where blocks leave while they are asked for."""
+"""Pages that are read of one holder. They are short where blocks leave meanwhile."""
 
 Ask = Callable[[str, bytes], Awaitable[bytes]]
 """Sends the request of a verb of the index, and returns the answer."""

@@ -111,7 +111,7 @@ class Link(Protocol):
 SILENT_S = 12.0
 """A source in order says something every second; the server itself gives one up after ten."""
 NEARLY_FULL = 0.9
-"""Of a stream's bytes or age: from here on the oldest messages go for the newest."""
+"""The part of a stream's bytes or age from which on the oldest messages go for the newest."""
 
 
 class StreamState(msgspec.Struct, frozen=True):

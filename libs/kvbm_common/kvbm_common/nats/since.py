@@ -12,7 +12,7 @@ from kvbm_common.nats.consumers import Start
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Seconds of each unit."""
 POSITION_MAX = 2**63 - 2
-"""Of a stream: NATS takes no start behind the one above it."""
+"""The last position in a stream to start from: NATS takes no higher one."""
 ACCEPTED = f"now, all, 90s, 10m, 6h, an ISO time, or a position from #1 to #{POSITION_MAX}"
 """What `--since` accepts, for people."""
 

@@ -23,7 +23,7 @@ from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, SnapshotRequest
 
 PAGE_BYTES = 1024 * 1024
-"""Of JSON: some 29,000 blocks in long runs, which are read in 2 ms."""
+"""Bytes of JSON in a page: some 29,000 blocks in long runs, which are read in 2 ms."""
 KEPT_S = 30.0
 KEPT_MAX = 8
 """Moments that are kept; each costs some 50 bytes per block."""

@@ -21,14 +21,14 @@ MARK = "Nats-Expected-Stream"
 _VERSION = b"NATS/1.0"
 _MARKED = f"\r\n{MARK}:".encode()
 CONSUMERS_MAX = 4_096
-"""Of one stream, at 50 KB of the server's memory each: a reader has one, and a service a few."""
+"""Consumers of one stream, each 50 KB of the server's memory: a reader has one, a service a few."""
 CONSUMER_IDLE_S = 300.0
 """A consumer without a listener ends after this time, also a durable one. A shorter time would
 refuse the ordered consumers of NATS's own clients, which ask for so much."""
 PARTITION_PREFIX = "kvbm.v1.partition"
 """Behind it: how many partitions there are, which one this is, host, source and kind."""
 FNV_BASIS, FNV_PRIME = 2_166_136_261, 16_777_619
-"""Of FNV-1a in 32 bits, by which nats-server numbers partitions."""
+"""The numbers of FNV-1a in 32 bits, by which nats-server numbers partitions."""
 REGISTRY_BUCKET = "kvbm-registry"
 IMAGES_BUCKET = "KVBM_INDEX"
 
@@ -230,7 +230,7 @@ class Partitions:
 
 GB = 1_000_000_000
 STORE_ROOM = 1.25
-"""Of what streams may take: what is replaced stays until the file that it is in is rewritten."""
+"""Disk space for what streams may hold: a deleted message stays until its file is rewritten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,12 +242,12 @@ class StreamLimits:
     partitions: int = 0
     """Streams of events that the fleet has; see `partitions.py`. 0: one."""
     events_gb: float = 0.0
-    """Of KVBM_EVENTS, and of that of each partition; KVBM_CONSOLIDATED has the half."""
+    """Size of KVBM_EVENTS and of each partition's stream; KVBM_CONSOLIDATED has half of it."""
     events_age_s: float = 0.0
     duplicate_window_s: float = 0.0
     images_gb: float = 0.0
     zones: tuple[str, ...] = ()
-    """Of the fleet whose streams these are. None: a stream keeps the sources that it has."""
+    """The zones of the fleet that has these streams; none: a stream keeps its sources."""
 
     def fit(self, spec: StreamSpec) -> StreamSpec:
         """Return the specification with these limits."""

@@ -55,10 +55,10 @@ CREATED = f"{PREFIX}created"
 BIRTHS = f"{PREFIX}births"
 BEATS_PER_TTL = 3
 TRIES_MAX = 8
-"""Of a write that others got ahead of. Two lives of one service rarely start at once."""
+"""Tries of a write that others are faster at: two lives of a service rarely start at once."""
 SWEEPS_PER_TTL = 10
 REVOKE_DEADLINE_S = 1.0
-"""Of both calls together: a process that stops has four seconds in all."""
+"""Deadline of both calls that leave: a process that stops has four seconds in all."""
 
 _log = OncePerKind(logging.getLogger(__name__))
 
@@ -192,7 +192,7 @@ class EtcdRegistration(HeldEntry):
         self._client = client
         self._lease = lease
         self._revision = 0
-        """Of our last write; 0 when what stands there is not what we say."""
+        """The revision of our last write; 0: the entry is not what we say."""
         self._turn = asyncio.Lock()
 
     async def update(self, info: Info) -> None:

@@ -6,9 +6,9 @@ import time
 import zlib
 
 SHIFTS = 16
-"""Of a period: hosts share them, so that who hears of a fleet wakes so often and no more."""
+"""Shifts of a period, which hosts share: a reader of a whole fleet wakes no more often."""
 EARLY = 0.1
-"""Of a period: a pause that would be shorter lasts one period more. A timer may be early."""
+"""The part of a period below which a pause is made one period longer: a timer may be early."""
 
 
 def pause_s(every_s: float, *, of: str = "", now_s: float | None = None) -> float:

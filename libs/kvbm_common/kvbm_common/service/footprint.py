@@ -34,7 +34,7 @@ class Footprint:
     def __init__(self) -> None:
         self._ask: Callable[[], Parts] = dict
         self._parts: dict[str, int] = {}
-        """Of each part the highest value so far: Python keeps what it has once taken."""
+        """Part → its highest value so far: Python keeps what it has once taken."""
         self._logged = 0
 
     def declare(self, parts: Callable[[], Parts]) -> None:

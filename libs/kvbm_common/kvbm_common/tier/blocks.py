@@ -21,7 +21,7 @@ from kvbm_common.tier.parts import Grid, grid_of
 
 CHECKSUM_MAX = 2**64 - 1
 CODE_BYTES = 2
-"""Of a grid's code before the checksums of parts."""
+"""Bytes of the code of a grid, before the checksums of the parts."""
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):

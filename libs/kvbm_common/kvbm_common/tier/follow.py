@@ -38,7 +38,7 @@ from typing import Generic, Protocol, TypeVar
 from kvbm_common.tier.machine import Machine
 
 DOUBLINGS_MAX = 16
-"""Of the pause between two questions, before its bound: a shift by more means nothing."""
+"""How often the pause between two questions doubles at most; its own bound comes earlier."""
 
 
 class FollowState(Enum):

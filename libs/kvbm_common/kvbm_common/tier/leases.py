@@ -49,7 +49,7 @@ class LeaseTable:
         """A heap of (deadline, id). The entry of a released lease stays until it is passed over."""
         self._base = epoch % (1 << EPOCH_BITS) << COUNT_BITS
         self._count = 0
-        """Of the last id; a table that has counted to its end counts from 1 again."""
+        """The number in the last id; behind the largest one it counts from 1 again."""
         self.expired_count = 0
         """Leases that ended by their deadline, since the start."""
 

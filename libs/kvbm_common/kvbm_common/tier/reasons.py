@@ -35,7 +35,7 @@ MEANINGS: Mapping[str, str] = {
     "engine_lost": "the engine went away before the answer",
     "unknown": "no tier remembers why",
 }
-"""Of a block that a lookup did not find."""
+"""The reasons why a lookup did not find a block."""
 
 UNEXPLAINED = frozenset({"unknown"})
 """What counts as not explained."""

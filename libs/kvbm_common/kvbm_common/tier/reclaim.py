@@ -54,7 +54,7 @@ class Victims:
     chosen: Sequence[SequenceHash] = ()
     """By the policy of their class."""
     emptied: Sequence[SequenceHash] = ()
-    """Of another class: their slab is for another size from now on."""
+    """Blocks of another class: their slab is for another size from now on."""
 
     @property
     def names(self) -> list[SequenceHash]:

@@ -20,7 +20,7 @@ class SizeFigures(TypedDict):
 
 
 NO_SIZES = SizeFigures(capacity_bytes=0, slab_bytes=0, slabs={}, sizes=[])
-"""Of a tier whose slots have no length."""
+"""The figures of a tier whose slots have no length."""
 
 
 def size_figures(table: SlotRecords) -> SizeFigures:

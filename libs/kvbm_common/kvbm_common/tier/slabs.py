@@ -55,7 +55,7 @@ class SizeClass:
         self.slot_bytes = slot_bytes
         self.units = units
         self.policy = policy
-        """Of the engines that name no tenant: as a rule all."""
+        """The policy of engines that name no tenant: as a rule, of all."""
         self.policies = {unnamed: policy}
         """By tenant; that of a named one is added with its first block."""
         self.slabs: dict[int, Slab] = {}

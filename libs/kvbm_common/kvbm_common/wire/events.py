@@ -72,7 +72,7 @@ class Stored(_Envelope, frozen=True, kw_only=True, tag="stored"):
     namespace: HexDigest
     runs: list[Run]
     block_bytes: Natural = 0
-    """Of a tier: bytes of each of these blocks; 0: not said."""
+    """Bytes of each block, in events of a tier; 0: not said."""
 
 
 class Removed(_Envelope, frozen=True, kw_only=True, tag="removed"):

@@ -20,7 +20,7 @@ LIST_MAX = 1_000
 FATES_MAX = 4_096
 """Blocks in one question."""
 REQUEST_CHARS_MAX = 256
-"""Of an engine's request id; what is longer is cut."""
+"""Characters of an engine's request id; a longer one is cut."""
 
 Place = Literal["device", "host", "disk", "object", "remote", ""]
 """A tier of this host, or host memory of another."""

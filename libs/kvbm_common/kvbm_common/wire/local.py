@@ -39,7 +39,7 @@ from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 MISSES_MAX = 1_024
 """Lookups of one message; a step of a busy engine admits some tens."""
 REGIONS_MAX = 16_384
-"""Of one worker: 128 layers with as many tensors. More would hold up the host tier's step."""
+"""Regions of one worker: 128 layers with as many tensors. More would delay the host tier's step."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):

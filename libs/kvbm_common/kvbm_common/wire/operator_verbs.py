@@ -43,9 +43,9 @@ class Given:
     type: Any = None
     """With `msgspec.Meta` for bounds and without None; not given: the type of the request's."""
     default: Any = REQUIRED
-    """Of the body. A command does not send what is left at it."""
+    """The default in the body. A command does not send a parameter that has this value."""
     command_default: Any = REQUIRED
-    """Of the command, where the body wants a value."""
+    """The default of the command, where the body requires a value."""
     argument: str = ""
     """The placeholder, where the command takes an argument and not an option."""
     flags: str = ""

@@ -30,7 +30,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     source: Token
     host: Annotated[str, Meta(max_length=64, description="Empty: the engine on any host.")] = ""
     rank: Natural | None = None
-    """Of an engine with data-parallel ranks; none: all of them."""
+    """The rank of an engine with data-parallel ranks; none: all of them."""
     running: Natural = 0
     waiting: Natural = 0
     waiting_blocks: Amount | None = None

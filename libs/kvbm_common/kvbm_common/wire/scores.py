@@ -89,7 +89,7 @@ class WhereReply(_OfPartitions, frozen=True, kw_only=True):
 
 
 DEFAULT_WEIGHTS: dict[Tier, float] = {"device": 1.0, "host": 0.8, "disk": 0.5, "object": 0.2}
-"""Of what computing a block again costs, what is saved: a guess to start with."""
+"""The part of a block's compute time that each tier saves: a guess to start with."""
 
 
 class HolderSummary(_HolderPosition, frozen=True, kw_only=True):

@@ -46,4 +46,4 @@ class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
     parts: GridCode = 1
     """As in `LeasedSlot`."""
     part_sums: builtins.bytes = b""
-    """Of a block with several parts their packed checksums, in base64."""
+    """The packed checksums of the parts, in base64, if the block has several."""

@@ -23,7 +23,7 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one tenant has in a tier."""
 
     name: str
-    """Of KVBM_TENANT; the tag in hex where it is not known here; empty: of engines without one."""
+    """The value of KVBM_TENANT; its tag in hex if it is not known; empty: engines without one."""
     blocks: Natural
     bytes: Natural
     share_bytes: Natural

@@ -22,9 +22,9 @@ from kvbm_common.wire.tier_stats import SizeStats, TenantStats, WorkerStats
 MATCH_BLOCKS_MAX = 65_536
 """A prompt of a million tokens at 16 per block; a longer question is a mistake."""
 DUMP_BLOCKS_MAX = 65_536
-"""Of a dump in one message: 2.3 MB of JSON, made in 20 ms."""
+"""Blocks of a dump in one message: 2.3 MB of JSON, made in 20 ms."""
 DUMP_PAGE_MAX = 16_384
-"""Of a page, which is made in 20 ms where a holder has a million."""
+"""Blocks of a page, which is made in 20 ms where a holder has a million."""
 DUMP_CURSOR_MAX = 256
 OFFER_BLOCKS_MAX = 4_096
 """One offer pins device blocks until it is answered; more come in several offers."""
@@ -291,7 +291,7 @@ class SnapshotRequest(_Message, frozen=True, kw_only=True):
 
     source: Token
     consolidated: bool = False
-    """Of a consolidator: the engine's consolidated stream instead of its device blocks."""
+    """Whether a consolidator returns the engine's consolidated stream, not its device blocks."""
     page: Annotated[int, Meta(ge=0, le=SNAPSHOT_PAGES_MAX)] = 0
     """A further page of the snapshot as of (`epoch`, `seq`); 0: a new one."""
     epoch: Natural = 0

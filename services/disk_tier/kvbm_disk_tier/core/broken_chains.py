@@ -27,7 +27,7 @@ class BrokenChains:
         """Start without blocks; of more than `dropped_max` the oldest are forgotten."""
         assert dropped_max > 0, dropped_max
         self._parent: dict[SequenceHash, SequenceHash] = {}
-        """Of each waiting block whose parent is known."""
+        """Waiting block → its parent, if that is known."""
         self._children: dict[SequenceHash, dict[SequenceHash, None]] = {}
         """Waiting blocks by parent, which may wait, be in flight or anywhere."""
         self.dropped: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()

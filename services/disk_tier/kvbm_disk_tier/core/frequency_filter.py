@@ -30,7 +30,7 @@ often its writes have failed."""
 DROPPED_PER_SIGHT = 2
 """Entries that are freed with one sight: `old` is empty long before the next one replaces it."""
 _COUNT_BITS = 20
-"""Of an entry; above them is the time of the last sight. A pass count has at most a million."""
+"""Bits of an entry that count; above them is the time of the last sight."""
 
 
 def entries_for(slot_count: int) -> int:

@@ -76,7 +76,7 @@ class HostArenas:
         self.mapped: dict[str, ArenaReply] = {}
         """The arenas that are mapped, by the instance of their host tier."""
         self.usable: dict[int, ArenaReply] = {}
-        """Of those the ones that blocks can be moved from and to, by epoch."""
+        """Epoch → mapped arena that blocks can be moved from and to."""
         self.lenders: dict[str, ArenaReply] = {}
         """The same by the instance of their host tier."""
         self.staging = False

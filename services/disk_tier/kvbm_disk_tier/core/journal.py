@@ -87,7 +87,7 @@ class Replay:
     damaged: int
     """Records that failed their checksum."""
     moved_bytes: int = 0
-    """Of slots that were copied, because the store has become smaller."""
+    """Bytes of slots that were copied, because the store has become smaller."""
 
 
 def encode_record(record: Record) -> bytes:

@@ -1,11 +1,12 @@
-"""The journal's records, in order, and its rewrite: in parts, beside everything else.
+"""The journal's records, in order, and the rewrite that shortens the journal while it is in use.
 
-A rewrite goes over the slots, some in each step, and writes what they hold into another file. What
-is appended meanwhile goes into both. A record keeps its order, so that the newest one of a place
-counts, whichever came into the file first: a block may come or go before its slot's turn or after.
+A rewrite visits the slots, some in each step, and writes their blocks into a new file. Records that
+are appended meanwhile go into both files. Each record has an *order*, a growing number. The record
+with the highest order of a place is valid, wherever it stands in the file: a block may come or go
+before or after the rewrite visits its slot.
 
-    due ──► first part: what is being committed, and the first slots ──► … ──► last part: the files
-            change places                                  any part fails ──► the old file stays
+    due ──► first part: blocks being committed, and the first slots ──► … ──► last part: the new
+            file replaces the old one            any part fails ──► the old file stays in use
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kvbm_disk_tier.core.messages import JournalRewritten
 Entries = list[tuple[int, Block]]
 """Slots and the blocks in them."""
 JOURNAL_RECORDS_MIN = 65_536
-"""8 MiB: a journal shorter than that is not worth a rewrite."""
+"""8 MiB: a shorter journal is not rewritten."""
 JOURNAL_SHARE = 16
-"""Of a small store the journal takes no more than one part of so many, if that is enough."""
+"""A small store's journal is not rewritten before it takes 1/16 of the store's bytes."""
 REWRITE_PAUSE_MS = 5_000
-"""Until a rewrite that has failed is tried again."""
+"""Pause before a failed rewrite is tried again."""
 
 
 def journal_records_max(slot_count: int, slot_bytes: int, records_per_slot: int) -> int:
@@ -58,18 +59,18 @@ class JournalWriter:
         self.longest = JOURNAL_RECORDS_MIN
         """A file with more records is rewritten."""
         self._shortest = 0
-        """Records that the last rewrite has written."""
+        """Records that the last rewrite wrote; the file cannot be shorter."""
         self._rewrite_from_ms: int | None = 0
         """When a rewrite may begin; None: one is under way."""
         self._next_slot = self._part_records = self._next_records = 0
-        """Of the rewrite under way: the slot that it goes on with, records of its parts, and those
-        of the file that it writes."""
+        """State of the rewrite under way: its next slot, the records of its parts, and all records
+        of the new file, those appended meanwhile included."""
         self._part_flies = False
         self._is_wrong = False
-        """Blocks were removed, and the file does not say so."""
+        """The file lacks records of removed blocks: it lists blocks that are gone."""
         self._due_since_ms: int | None = None
         self.due_ms = 0
-        """How long a rewrite is wanted and has not ended well, as of the last tick."""
+        """How long a rewrite has been due without success, as of the last tick."""
         self._has_file = has_file
         self._place = place
         self._diary = diary
@@ -78,10 +79,10 @@ class JournalWriter:
         self._order_of = array("Q")
         """By slot, the order of the record of the block in it."""
         self._former_order = 0
-        """That of the last block of a former life whose slot is in `_order_of`."""
+        """The highest order that `restored` has given to a block of a former life."""
 
     def opened(self, replay: Replay, layout: Layout) -> None:
-        """Go on behind the journal of the store that was opened."""
+        """Append to the journal of the store that was opened, behind its last record."""
         assert replay.next_order > 0
         assert layout.slot_count > 0, "a store has slots"
         self._order = replay.next_order
@@ -95,11 +96,10 @@ class JournalWriter:
         self._counts["journal_damaged_records"] += replay.damaged
 
     def restored(self, slots: Iterable[int]) -> None:
-        """Note the slots of a former life's blocks, oldest first; before all of these are noted,
-        nothing is rewritten.
+        """Give the blocks of a former life their orders, oldest block first.
 
-        Their orders are not those of the file: they count from 1, and stay below those of this
-        life, since each of them had a record of its own.
+        No rewrite begins before all of them have one. The orders differ from those in the file:
+        they count from 1. They stay below the orders of this life, since each block had a record.
         """
         for slot in slots:
             self._former_order += 1
@@ -113,20 +113,20 @@ class JournalWriter:
         self._append(write_id, records)
 
     def removed(self, entries: Iterable[tuple[int | None, Block]]) -> None:
-        """Record that these slots hold these blocks no more.
+        """Record that these blocks have left these slots.
 
-        Nothing waits for it: the checksum finds what a lost record leaves behind.
+        Nothing waits for the record: if it is lost, the checksum reveals the stale entry.
         """
         records = self._records(Operation.REMOVED, entries)
         if records:
             self._append(None, records)
 
     def fill(self) -> Fill:
-        """Return how long the journal is; above its size it waits for a rewrite."""
+        """Return the journal's records, of those that it may have before it is rewritten."""
         return Fill(self.record_count, max(self.longest, self._shortest))
 
     def not_removed(self) -> None:
-        """Note that records of removed blocks were lost: a rewrite leaves the blocks out."""
+        """Note that records of removed blocks were lost: a rewrite is due, without the blocks."""
         self._is_wrong = self._has_file
 
     # --- the rewrite ------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class JournalWriter:
     def advance(self, table: SlotTable, committing: Callable[[], Entries], now_ms: int) -> None:
         """Begin a rewrite that is due, or write the next part of the one under way.
 
-        `committing` returns what is being appended, and not in the table yet.
+        `committing` returns the blocks whose records are being appended: the table lacks them yet.
         """
         is_due = self._is_due(now_ms)
         is_first = self._rewrite_from_ms is not None
@@ -166,7 +166,9 @@ class JournalWriter:
         elif self._due_since_ms is None:
             self._due_since_ms = now_ms
         self.due_ms = 0 if self._due_since_ms is None else now_ms - self._due_since_ms
-        assert self.due_ms >= 0, f"due since {self._due_since_ms} ms, and it is {now_ms} ms"
+        assert self.due_ms >= 0, (
+            f"a rewrite is due since {self._due_since_ms} ms, after now ({now_ms} ms)"
+        )
         from_ms = self._rewrite_from_ms
         return wanted and from_ms is not None and now_ms >= from_ms
 
@@ -176,13 +178,13 @@ class JournalWriter:
         self.record_count = self._shortest = 0
 
     def part_written(self) -> None:
-        """Note that a part is written: the next one may follow, if that store is still here."""
+        """Note that a part is written: the next one may follow."""
         self._part_flies = False
 
     def rewritten(self, event: JournalRewritten, now_ms: int) -> None:
-        """Note how a rewrite has ended; after a failure the long file is still there."""
+        """Note how a rewrite has ended; after a failure the old file is still in use."""
         if self._rewrite_from_ms is not None:
-            return  # Of a store that is gone.
+            return  # It belongs to a store that has been replaced.
         self._part_flies = False
         if event.failure:
             self._rewrite_from_ms, self._is_wrong = now_ms + REWRITE_PAUSE_MS, True
@@ -192,7 +194,7 @@ class JournalWriter:
         self._set_longest(self._part_records)
 
     def _set_longest(self, block_count: int) -> None:
-        """Let the journal grow to a multiple of so many blocks: small ones are more than slots."""
+        """Raise the limit for a store of many small blocks: it may have more blocks than slots."""
         self.longest = max(self.longest, self._limits.journal_records_per_slot * block_count)
 
     # --- records ----------------------------------------------------------------------------
@@ -206,7 +208,7 @@ class JournalWriter:
             self._order += 1
             if self._has_file and operation is Operation.COMMITTED:
                 self._set_order(slot, self._order)
-            # In a bucket the name says where a block is: an object may have no slot here.
+            # An object is found by its name: it has a slot number here, and no place.
             place = self._place(slot) if self._has_file else slot
             records.append(Record(operation, self._order, place, block))
         return tuple(records)

@@ -62,7 +62,7 @@ class DiskTierLimits:
     batch_bytes: int = 0
     """A transfer has more blocks when they are small: see `blocks.batch_blocks`."""
     batch_transfers_max: int = 4
-    """Of one batch of writes, on a disk that is fast: see `pending.BatchSize`."""
+    """Transfers of one batch of writes on a fast disk: see `pending.BatchSize`."""
     pending_max: int = 65_536
     """Blocks that wait to be written; beyond that new ones are refused and counted."""
     lease_ms: int = 5_000
@@ -74,7 +74,7 @@ class DiskTierLimits:
     tenant_shares: str = ""
     """What tenants weigh (KVBM_TENANT_SHARES)."""
     announced_blocks_max: int = EVENT_BLOCKS_MAX
-    """Of a former life's blocks so many are announced in one step, within some 5 ms."""
+    """Blocks of a former life that are announced in one step, within some 5 ms."""
 
     def __post_init__(self) -> None:
         """Assert that nothing waits without end for a bound of zero."""

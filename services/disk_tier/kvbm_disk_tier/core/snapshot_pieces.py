@@ -9,11 +9,11 @@ from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 from msgspec.structs import replace
 
 PIECE_BLOCKS = 1_024
-"""Some 10 ms of the core, where every block is to be written."""
+"""Blocks of one piece: the core needs 10 ms for them if it has to write each."""
 
 
 def pieces_of(reply: SnapshotReply, blocks_max: int = PIECE_BLOCKS) -> Iterator[SnapshotReply]:
-    """Yield the blocks of a snapshot, at most so many at a time; a long run is cut."""
+    """Yield snapshots of at most `blocks_max` blocks that together are this one; cut long runs."""
     assert blocks_max > 0, f"pieces of {blocks_max} blocks"
     for part in reply.parts:
         runs: list[Run] = []
@@ -22,7 +22,7 @@ def pieces_of(reply: SnapshotReply, blocks_max: int = PIECE_BLOCKS) -> Iterator[
             for head in _cut(run, room, blocks_max):
                 runs.append(head)
                 room -= len(head.hashes)
-                assert room >= 0, f"{-room} blocks too many"
+                assert room >= 0, f"a piece has {-room} blocks too many"
                 if not room:
                     yield _piece(reply, part, runs)
                     runs, room = [], blocks_max

@@ -63,7 +63,7 @@ class Batch(NamedTuple):
     told: Told
     charged: int
     parents: Mapping[SequenceHash, SequenceHash]
-    """Of those whose parent was told."""
+    """Block → its parent, if that was told."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Write:
     charged: int = 0
     """Bytes taken from the budget."""
     parents: Mapping[SequenceHash, SequenceHash] = field(default_factory=dict)
-    """Of each block whose parent was told."""
+    """Block → its parent, if that was told."""
     phase: Phase = Phase.LEASING
     lease: int = 0
     leased: Sequence[LeasedSlot] = ()

@@ -1,4 +1,4 @@
-"""The way into a core that is busy, for what none would ask for again."""
+"""Inputs that must reach a busy core: they wait for room, since they are sent only once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
 
 INBOX_DEADLINE_S = 30.0
-"""An inbox without room for so long is worth a warning."""
+"""How long an inbox may have no room before a warning is logged."""
 
 
 async def hand_in(loop: CoreLoop[Any, Any], event: object, log: OncePerKind, what: str) -> None:
-    """Hand an input to a core, however long there is no room; `what` waits meanwhile."""
+    """Hand an input to a core, and wait as long as it has no room.
+
+    `what` names the task that waits meanwhile, for the log.
+    """
     while True:
         try:
             return await loop.offer(event, deadline_s=INBOX_DEADLINE_S)
         except DeadlineExceeded as error:
-            log.warning("inbox", f"{what} waits: {error}")
+            log.warning("inbox", f"{what} waits for room in the core's inbox: {error}")

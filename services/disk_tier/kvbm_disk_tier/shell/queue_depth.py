@@ -39,7 +39,7 @@ TRANSFERS = 8
 SLOTS_MIN = 16
 """A store with fewer free slots has nothing to measure."""
 GOOD_ENOUGH = 0.9
-"""Of the best speed: beyond it lies the noise."""
+"""The part of the best speed that is good enough: the rest is noise."""
 RISES = 1.05
 """What counts as faster; after two steps that are not, the measurement ends."""
 TRANSFER_DEADLINE_S = 5.0

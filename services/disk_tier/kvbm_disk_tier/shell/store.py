@@ -47,7 +47,7 @@ JOURNAL_SLACK = 4
 """One part of so many more: a journal goes on growing while its rewrite waits for its turn."""
 PROBE_BYTES = 4096
 MOVED_BYTES_MAX = 16 * 1024**3
-"""Of a store that is made smaller: some ten seconds of a disk, during which it serves nothing."""
+"""Bytes moved when a store is made smaller: some ten seconds, in which it serves nothing."""
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ HINTED = -1
 
 ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX
 ENTRY_BYTES = 32
-"""Of a block in an answer at most, beside the sums of its parts: slot, checksum, where from."""
+"""Bytes of a block in an answer, without the sums of its parts: slot, checksum, source."""
 
 OTHER_NAMESPACE = "other_namespace"
 """Why a run ends before a block that its engine may not have."""

@@ -17,7 +17,7 @@ class Guests:
 
     def __init__(self) -> None:
         self.names: dict[SequenceHash, tuple[int, Tenant]] = {}
-        """Of each the length of its slot and its tenant."""
+        """Guest → the length of its slot, and its tenant."""
         self._alike: dict[tuple[int, Tenant], OrderedDict[SequenceHash, int]] = {}
         """Length and tenant → names, each with its number in the order in which they came."""
         self._added = 0

@@ -14,7 +14,7 @@ from kvbm_common.tier.cost_line import Estimate, Line
 from kvbm_host_tier.core.open_lookup import Medium
 
 UNKNOWN = Estimate(0.0, 0.0)
-"""Of a medium without enough loads: they are made, as if they took no time."""
+"""The estimate for a medium without enough loads: they are made, as if they took no time."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,10 +1,10 @@
-"""A lower tier: which blocks the disk tiers, or object tiers, of this host have announced.
+"""The view of a lower tier: the blocks that this host's disk tiers, or object tiers, announced.
 
-This is a hint. A block that is wrongly in it costs a failed fill, one that is missing a recompute.
+The view is a hint. A block that is wrongly in it costs a failed fill, a missing one a recompute.
 Each instance is followed by the rule of `kvbm_common/tier/follow.py`, with one difference: an event
-behind a gap is applied at once, and once more when it is next. A block whose fill failed is
-forgotten when the disk tier does not have it, and left alone for a while otherwise. Of an instance
-that has left nothing is heard until it joins again, or begins another life.
+behind a gap is applied at once, and once more in its turn. A block whose fill has failed is
+forgotten if the disk tier does not have it, and avoided for a while otherwise. Events of an
+instance that has left are ignored until it joins again, or begins another life.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from kvbm_host_tier.core.messages import AskDiskSnapshot
 
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 AVOID_MS = 30_000
-"""A disk in trouble is not asked for the same block by every request, and is asked again later."""
+"""How long a block is avoided after a failed fill: a disk in trouble is not asked each time."""
 STARTING_MS = 500
-"""It could not map our arena in time: no fault of the block's."""
+"""How long a block is avoided while the lower tier has not mapped our arena yet."""
 AVOID_MAX = 65_536
 GONE_MAX = 64
-"""Instances that have left, whose position is remembered: the names of all that a host has."""
+"""Instances that have left and whose position is remembered: more than a host ever has."""
 AWAY_MAX = 1_048_576
-"""Names of blocks; they were in the view before, so this is no memory that was not taken."""
+"""Names of blocks of instances that are away; their memory was the view's before."""
 
 
 Namespaces = frozenset[bytes]
 ANY: Namespaces = frozenset()
-"""Of an asker that has no namespace: blocks of all namespaces are its own."""
+"""The asker has no namespace: it may have the blocks of every namespace."""
 
 
 class Holding(NamedTuple):
-    """Who has a block, how large and whose it is: one object for all blocks that are alike."""
+    """The instance, size and namespace of a block: one object for all blocks that share them."""
 
     instance: str
     block_bytes: int
-    """0: that was not said."""
+    """0: the event did not say it."""
     namespace: bytes
 
 
 class LowerTierView:
-    """Block → the instance of the disk tier that has it. One view for each medium."""
+    """The instances of one medium, and block → the instance that has it."""
 
     def __init__(
         self,
@@ -61,20 +61,23 @@ class LowerTierView:
         former: FormerBlocks | None = None,
         findable: Findable | None = None,
     ) -> None:
-        """Start without instances; `former` keeps the names of what left long ago, and `findable`
-        hears of all that come and go."""
+        """Start without instances.
+
+        `former` keeps the names of blocks that left long ago; `findable` hears of each block that
+        comes or goes.
+        """
         self._tier: Tier = tier
         self._findable = findable or Findable(HostTierLimits())
         self._holding: dict[SequenceHash, Holding] = {}
         self._last = Holding("", 0, b"")
-        """The last one that was made: the next event is mostly of blocks that are alike."""
+        """The holding of the last event: blocks of the next event nearly always share it."""
         self._sources: dict[str, Followed[Event]] = {}
         """By instance, in the order in which they joined or left."""
         self._failed = FailedBlocks(AVOID_MAX)
         self._away: set[SequenceHash] = set()
-        """What instances had that are away now: to explain misses, nothing else."""
-        self.fates = Departures(former=former)
-        """What became of the blocks that have left, as far as events have told."""
+        """Blocks of instances that are away now, to explain misses."""
+        self.departures = Departures(former=former)
+        """When and why blocks have left the lower tier, as its events say."""
 
     def __contains__(self, name: SequenceHash) -> bool:
         return name in self._holding
@@ -94,32 +97,34 @@ class LowerTierView:
 
     @property
     def is_followed(self) -> bool:
-        """Some instance has said something, or is being asked."""
+        """Whether some instance is there."""
         return bool(self.instances)
 
     @property
     def instances(self) -> list[str]:
-        """Those that are there, whether they have told what they hold or not."""
+        """The instances that have not left, whether they have told what they hold or not."""
         sources = self._sources.items()
         return [name for name, one in sources if one.state is not FollowState.GONE]
 
     def has_never_had(self, names: Collection[SequenceHash]) -> bool:
         """Return whether nothing is known of any of these names."""
         known = (self._holding.keys(), self._away)
-        return self.fates.knows_none_of(names) and all(one.isdisjoint(names) for one in known)
+        return self.departures.knows_none_of(names) and all(one.isdisjoint(names) for one in known)
 
     def is_away(self, name: SequenceHash) -> bool:
         """Return whether an instance had this block that is away."""
         return name in self._away
 
     def epoch(self, instance: str) -> int:
-        """Return the life of a disk tier that we know of, or 0."""
+        """Return the epoch of an instance; 0: none is known."""
         source = self._sources.get(instance)
         return source.epoch if source is not None else 0
 
     def source(self, name: SequenceHash, now_ms: int, own: Namespaces = ANY) -> str | None:
-        """Return the instance to ask for this block now; None: it is not worth while, or the block
-        is in none of these namespaces."""
+        """Return the instance to ask for this block now.
+
+        None: no instance has it, it is avoided, or it is in none of these namespaces.
+        """
         holding = self._holding.get(name)
         if holding is None or (own and holding.namespace not in own):
             return None
@@ -143,7 +148,7 @@ class LowerTierView:
             self._findable.remove((name,))
 
     def avoid(self, name: SequenceHash, now_ms: int, *, for_ms: int = AVOID_MS) -> None:
-        """Leave a block alone for a while: a fill of it has failed, but it may be there."""
+        """Do not ask for a block for a while: a fill of it has failed, but it may be there."""
         assert for_ms > 0, f"{name.hex()} is avoided for {for_ms} ms"
         self._failed.add(name, now_ms + for_ms)
 
@@ -157,7 +162,7 @@ class LowerTierView:
         return self._ask(instance, now_ms)
 
     def left(self, instance: str, epoch: int = 0) -> None:
-        """Drop what a disk tier held, and remember it as away: the tier has left."""
+        """Remember the blocks of an instance that has left as away, and forget where they are."""
         self._remember_away(instance)
         self._clear(instance)
         source = self._sources.pop(instance, None)
@@ -176,7 +181,7 @@ class LowerTierView:
         """Take an event; returns how many blocks are new, and what to ask for after a gap."""
         source = self._source_of(instance)
         if source.state is FollowState.GONE and event.epoch <= source.epoch:
-            return 0, []  # It was under way when the tier left, and would bring a ghost back.
+            return 0, []  # It was under way when the tier left: its blocks cannot be read.
         clears = isinstance(event, Cleared)
         if source.begin(event.epoch) and not clears:
             self._clear(instance)
@@ -188,17 +193,17 @@ class LowerTierView:
         try:
             new = self._hear(instance, event, now_ms)
         except KvbmError:
-            # Valid JSON, and no hashes in it: whatever it said, a snapshot says it as well.
+            # An invalid hash: a snapshot will say which blocks the tier has.
             source.refuse(now_ms)
         if verdict is Verdict.FULL:
-            source.refuse(now_ms)  # What is held is beyond what the position says.
+            source.refuse(now_ms)  # The view is ahead of the position: ask for a snapshot.
         self._hold_ready(instance, source, now_ms, heard=event)
         return new, self._ask(instance, now_ms)
 
     def snapshot(self, instance: str, reply: SnapshotReply | None, now_ms: int = 0) -> None:
-        """Apply the answer to AskDiskSnapshot; None: there was none.
+        """Apply the answer to AskDiskSnapshot; None: there was no answer.
 
-        Events that have overtaken it have waited, and are applied once more on top.
+        Events newer than the snapshot have waited, and are applied once more on top of it.
         """
         source = self._sources.get(instance)
         if source is None or not source.landed() or source.state is not FollowState.BEHIND:
@@ -258,7 +263,7 @@ class LowerTierView:
             self._remember_away(instance)
         names = self._hold(instance, event)
         if isinstance(event, Removed):
-            self.fates.note(names, event.reason or "unknown", now_ms)
+            self.departures.note(names, event.reason or "unknown", now_ms)
         elif isinstance(event, Stored):
             for name in names:
                 self._failed.discard(name)
@@ -268,7 +273,7 @@ class LowerTierView:
         return 0
 
     def _hold(self, instance: str, event: Event) -> list[SequenceHash]:
-        """Do what an event says to the view; returns its blocks."""
+        """Apply an event to the view; returns its blocks."""
         match event:
             case Stored(runs=runs):
                 names = _names_of(runs)

@@ -31,7 +31,7 @@ class LowerTiers:
     def size_for(self, slot_count: int) -> None:
         """Keep as many fates of blocks below as host memory with so many slots needs."""
         for view in self.views.values():
-            view.fates.size_for(slot_count)
+            view.departures.size_for(slot_count)
 
     def __contains__(self, name: SequenceHash) -> bool:
         return any(name in view for view in self.views.values())

@@ -224,14 +224,14 @@ class MissReasons:
         """Return why a block left the tier that had it last: a lower one keeps it for longer."""
         below = self._below.views
         for medium in reversed(LOWER):
-            fate = below[medium].fates.get(name)
+            fate = below[medium].departures.get(name)
             if fate is not None:
                 return _missed_by(name, fate, medium)
         fate = self._departures.get(name)
         return _missed_by(name, fate, "host") if fate is not None else None
 
     def _all_fates(self) -> list[Departures]:
-        return [self._departures, *(view.fates for view in self._below.views.values())]
+        return [self._departures, *(view.departures for view in self._below.views.values())]
 
     # --- the end of the run -----------------------------------------------------------------
 

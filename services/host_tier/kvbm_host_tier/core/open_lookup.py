@@ -88,7 +88,7 @@ class OpenLookup:
     """The request of an operator's prefetch, or HINTED: a prefetch leaves no block pinned."""
     block_bytes: int = 0
     plan: GroupPlan | None = None
-    """Of a lookup over several KV groups: what `hashes` was chosen from."""
+    """What `hashes` was chosen from, in a lookup over several KV groups."""
     namespaces: frozenset[bytes] = frozenset()
     """The engine's, which gets blocks of these alone; empty for an operator's prefetch."""
     fallback: list[int] = field(default_factory=list)

@@ -115,7 +115,7 @@ class Peers:
         self._times = times
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._breakers: dict[PeerId, Breaker] = {}
-        """Of each peer that is registered."""
+        """Registered peer → its breaker."""
         self._index = Breaker()
         self._questions: set[int] = set()
         self._next_id = 1

@@ -1,7 +1,8 @@
-"""Hits: which blocks were asked for again, or are to be written, as the disk tier hears of them.
+"""Hits: the message that tells the disk tier which blocks were asked for again.
 
-The disk tier writes those that it lacks. In a staging arena without room the oldest unwritten
-blocks count as asked for: a failed write, or an eviction on disk, would hold a slot without end.
+The disk tier writes those that it lacks. When a staging arena has no room, its oldest unwritten
+blocks are sent as hits, too. Otherwise a block whose write has failed, or which the disk tier has
+evicted, would hold its slot without end.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import TellHits
 
 HITS_MAX = 1024
-"""Hits that are told per lookup at most; the rest are told the next time."""
+"""Hits that one lookup sends at most; the next lookup of these blocks sends the rest."""
 UNWRITTEN_TOLD_MAX = 256
-"""The oldest unwritten blocks of a full staging arena; the next shortage tells of the next ones."""
+"""Blocks that a full staging arena sends as hits at a time, the oldest unwritten ones first."""
 
 
 class ToldHits:
-    """The hits of one step, until `settle` tells the disk tier of them."""
+    """The hits of one step, until `settle` sends them to the disk tier."""
 
     def __init__(self, table: SlotTable, below: LowerTiers, means: Means) -> None:
         self._table, self._below, self._emit = table, below, means.emit
         self._hit: list[tuple[bytes, Sequence[SequenceHash], int]] = []
-        """Runs that were asked for again in this step: namespace, blocks, bytes of each."""
+        """Runs that were asked for again in this step: namespace, blocks, bytes of a block."""
 
     def note(self, namespace: bytes, names: Sequence[SequenceHash], block_bytes: int) -> None:
         """Note blocks that were asked for again."""
@@ -38,7 +39,7 @@ class ToldHits:
             self._hit.append((namespace, names, block_bytes))
 
     def settle(self) -> None:
-        """Tell the disk tier of blocks that were asked for again, but those that it has."""
+        """Send the hits of this step, without the blocks that every lower tier has."""
         assert len(self._hit) <= 1, f"hits of {len(self._hit)} steps wait"
         if self._hit and not self._below.instances():
             self._hit.clear()
@@ -48,7 +49,7 @@ class ToldHits:
         self._hit.clear()
 
     def ask_to_write(self, block_bytes: int) -> None:
-        """Have the disk tier write the oldest blocks of this size that it lacks, and of others."""
+        """Ask the disk tier to write the oldest blocks that it lacks, those of this size first."""
         table, is_below = self._table, self._below.tester()
         size = table.pool.size_of(block_bytes)
         unwritten: list[SequenceHash] = []
@@ -60,7 +61,7 @@ class ToldHits:
         self.tell_unwritten(list(dict.fromkeys(unwritten)))
 
     def tell_unwritten(self, names: Sequence[SequenceHash]) -> None:
-        """Announce hits of the oldest of these: the disk tier then writes what it lacks."""
+        """Send the first of these blocks as hits: the disk tier then writes those that it lacks."""
         alike: dict[tuple[bytes, int], list[str]] = {}
         for name in names[:UNWRITTEN_TOLD_MAX]:
             slot = self._table.find(name)

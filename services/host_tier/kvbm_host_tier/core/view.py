@@ -144,7 +144,9 @@ class HostTierView:
             "pinned": pins_fill(parts.held.table, parts.leases.leases),
             "hinted": parts.held.session_pins.fill(),
         }
-        departures = {medium: view.fates.fill(now_ms) for medium, view in parts.below.views.items()}
+        departures = {
+            medium: view.departures.fill(now_ms) for medium, view in parts.below.views.items()
+        }
         assert departures.keys() == DEPARTURES_BELOW.keys(), f"histories of {list(departures)}"
         return fills | {DEPARTURES_BELOW[medium]: fill for medium, fill in departures.items()}
 

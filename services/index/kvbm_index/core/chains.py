@@ -55,7 +55,7 @@ class Chains:
         self._children: dict[bytes, set[bytes]] = {}
         """Parent → heads behind it. The parent need not be held. Rooted heads are left out."""
         self._bytes = 0
-        """Of all names."""
+        """Bytes of all names."""
         self._segment_by_block: BlockLookup[Segment] = BlockLookup()
         self._unindexed: set[Segment] = set()
 

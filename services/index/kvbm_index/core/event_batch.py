@@ -33,7 +33,7 @@ from kvbm_index.core.event_decoder import (
 from kvbm_index.core.packed_batch import PARTS, PackedPart, PackedRemoved, PackedStored
 
 DIGITS = PARENT_ENDS - len(RUN[0])
-"""Of one name."""
+"""Digits of one name."""
 HASHES_END = -len(b"]" + RUN[2])
 TAIL_BEGINS, TAIL_ENDS = HASHES_END - len(b'"') - DIGITS, HASHES_END - len(b'"')
 """The last name of a run, from its end."""
@@ -152,7 +152,7 @@ def _stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] 
 
 
 Columns = tuple[list[bytes], list[bytes], list[bytes]]
-"""Of each event's only run: its parent, its last block, and its blocks as in a JSON array."""
+"""The only run of each event: its parent, its last block, and its blocks as in a JSON array."""
 
 
 def _columns(texts: Sequence[msgspec.Raw]) -> Columns | None:

@@ -50,7 +50,7 @@ class SegmentImage(NamedTuple):
     """A piece of a chain: names back to back, each one's parent is the one before it."""
 
     parent: bytes
-    """Of the first one."""
+    """The parent of the first block."""
     blocks: bytes
     rooted: bool
     """The parent is the root of a namespace: not a block."""

@@ -10,7 +10,7 @@ from kvbm_index.core.messages import Limits, Statistics
 SOURCE_BYTES = 2_048
 SUBJECT_BYTES = 600
 BLOCK_BYTES = 1_000
-"""Of a block of one holder: in runs of one block each, which cost most. Long runs take a fifth."""
+"""Memory of a block of one holder in a run of one block, which costs most; a fifth in long runs."""
 QUEUE_BYTES = 64 << 20
 """Batches of events that wait, and the last events for stories."""
 

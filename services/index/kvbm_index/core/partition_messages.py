@@ -7,14 +7,14 @@ from kvbm_common.wire.events import Natural
 from kvbm_common.wire.routes import RouteRequest
 
 PeerPart = tuple[Natural, Natural]
-"""Of a question, what one host tier has: first block, and behind the last."""
+"""The blocks of a question that a host tier has: the first, and the one behind the last."""
 
 
 class PartitionRouteRequest(RouteRequest, frozen=True, kw_only=True):
     """A `route` as one partition of the index is asked for its engines."""
 
     peers: list[PeerPart] | None = None
-    """Of the host tiers of all partitions; none: of those that this one knows."""
+    """What the host tiers of all partitions have; none: only those that this partition knows."""
     tie: str = ""
     """By which equals are ordered in all partitions, in hex."""
 

@@ -45,7 +45,7 @@ from kvbm_index.core.requests import BadRequest, ReplyTooLarge, decoded, encoded
 from kvbm_index.core.routes import in_order, longest
 
 ANSWER_DEADLINE_S = 0.5
-"""Of another partition: half of what an asker of the index waits at least."""
+"""Deadline for another partition: half of what an asker of the index waits at least."""
 REFUSALS = frozenset({BadRequest.code, ReplyTooLarge.code})
 """A partition that refuses with these has understood the question: all would refuse it."""
 

@@ -57,7 +57,7 @@ from kvbm_index.shell.routing import Routing
 INBOX_BATCHES_MAX = 64
 """Batches of up to 128 events that wait for the core: flow control holds the rest at NATS."""
 TURNS = 4
-"""Of all other tasks after each piece of work: a question needs as many from its arrival on."""
+"""Turns of all other tasks after each piece of work: a question needs four from its arrival on."""
 INBOX_DEADLINE_S = 30.0
 """A core that takes nothing for so long is broken."""
 TICK_MS = 10

@@ -212,7 +212,7 @@ ASKS_INDEX = problems.described(
 )
 """What can go wrong on the way to the index."""
 OF_INDEX: dict[str, Any] = {"responses": ASKS_INDEX, "response_model_exclude_unset": True}
-"""Of routes whose answer is the index's: what it has left out is left out here as well."""
+"""Options of routes that the index answers: fields that it leaves out are left out here, too."""
 
 
 @router.post("/v1/match", tags=["blocks"], **OF_INDEX)

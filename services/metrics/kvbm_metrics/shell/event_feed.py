@@ -37,7 +37,7 @@ TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
 """Each is a consumer of the stream in NATS."""
 EVERYTHING = f"{SUBJECT_PREFIX}.*.*.*"
-"""Of this, positions in the stream count the events."""
+"""The subject of all events: in a feed of it, positions in the stream count the events."""
 
 Part = Annotated[str, Query(pattern=r"^(\*|[A-Za-z0-9_-]{1,64})$")]
 
@@ -138,7 +138,7 @@ class Sample:
         self._room = 0
         self._skipped = 0
         self.position = 0
-        """Of the last event of a turn, as long as more are to come."""
+        """The position of the last event of a turn, as long as more are to come."""
 
     @property
     def owes(self) -> bool:

@@ -1,6 +1,6 @@
 """uvicorn as the metrics service runs it: few connections, each with a deadline for its request.
 
-What this service needs of uvicorn's insides is in this module alone.
+No other module depends on how uvicorn works inside.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 CONNECTIONS_MAX = 256
 """Connections served at the same time; uvicorn answers 503 to more."""
 REQUEST_DEADLINE_S = 5.0
-"""From a connection's beginning, or its last answer, to a request's headers; again to its body."""
+"""How long a client may take to send a request's headers, and again to send its body."""
 CROWDED_DEADLINE_S = 1.0
-"""The same when there are `CONNECTIONS_MAX`, so that clients that hang make room for a probe."""
+"""The deadline while all connections are in use: silent clients make room for a probe."""
 TICK_S = 1.0
 STOP_DEADLINE_S = 1
-"""How long answers on their way may take after the signal to stop."""
+"""How long answers under way may take after the signal to stop."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn in a process that owns its signals, with a door bell and a sweep."""
+    """uvicorn in a process that handles signals itself, with a deadline for idle connections."""
 
     def __init__(self, app: object, counters: Metrics) -> None:
         super().__init__(_config(app))
         self.is_up = asyncio.Event()
         self._ended = asyncio.Event()
         self._waits: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
-        """Connections without a whole request: which was their last, and since when."""
+        """Connection without a whole request → its last request, and since when it waits."""
         self._cut = counters.counter(
             "kvbm_http_connections_cut_total",
             "Connections that were closed because they sent no whole request in time.",
@@ -46,20 +46,19 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
+        """Start, and set `is_up`."""
         await super().startup(sockets)
         self.is_up.set()
 
     async def main_loop(self) -> None:
-        """Do once a second what uvicorn does ten times: it looks for the end, and `end` is heard at
-        once."""
+        """Run uvicorn's tick once a second instead of ten times; `end` ends the loop at once."""
         while not await self.on_tick(0):
             self._sweep(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), TICK_S)
 
     def end(self) -> None:
-        """Have `serve` finish what is on its way, and return."""
+        """Have `serve` finish the answers under way, and return."""
         self.should_exit = True
         self._ended.set()
 
@@ -85,7 +84,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _is_waited_for(cycle: RequestResponseCycle | None) -> bool:
-    """Tell whether the client has to send something: a request, or the rest of one."""
+    """Tell whether the server waits for the client to send a request, or the rest of one."""
     return cycle is None or cycle.response_complete or cycle.more_body
 
 

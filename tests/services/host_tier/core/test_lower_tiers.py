@@ -436,6 +436,6 @@ def test_a_block_that_left_without_a_reason_is_remembered() -> None:
     source = disk()
     view = following(source, 1)
     view.apply("0", msgspec.structs.replace(removed(source, 1), reason=""))
-    fate = view.fates.get(name(1))
+    fate = view.departures.get(name(1))
     assert fate is not None
     assert fate.why == "unknown"

@@ -33,7 +33,7 @@ from kvbm_disk_tier.objects.core.messages import ListedBlock, ListingBegun
 from kvbm_disk_tier.objects.core.ranges import WHOLE
 
 NO_SLOT = 2**32 - 1
-"""Of an object that has no slot here."""
+"""The slot number of an object that has no slot here."""
 WAITING_MAX = 20_000
 """Objects that wait for the slots of others: about 6 MB."""
 MISSING_MAX = 2

@@ -1,7 +1,8 @@
-"""Folders: which names of objects lie in a directory, in the order of the names.
+"""Folders: the names of the objects below a directory, sorted, for pages of a listing.
 
-What is odd is left out: in an order of names, a file that has no object's name has no place, and
-the next page would begin somewhere else. What cannot be read is left out, too, and told.
+Files without an object's name are left out and counted as *odd*: a page begins behind the last name
+of the page before it, which must be a name of an object. Files and folders that cannot be read are
+left out as well, and counted as *unread*.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvbm_disk_tier.objects.core.paths import (
 UNFINISHED = ".unfinished-"
 """Names of files that are being written begin with it."""
 UNFINISHED_MS = 3_600_000
-"""What is older was left by a host that has died."""
+"""An unfinished file that is older was left by a host that has died, and is removed."""
 FOLDERS_KEPT = 16
 """Folders whose names are kept, while pages of them are asked for."""
 
@@ -35,12 +36,12 @@ IsWanted = Callable[[str], bool]
 
 @dataclass(slots=True)
 class Look:
-    """What one call has met beside names."""
+    """The files and folders that one call has left out."""
 
     odd: int = 0
     unread: int = 0
     why: str = ""
-    """What the first of them said that could not be read."""
+    """The error of the first one that could not be read."""
 
     def failed(self, error: OSError) -> None:
         """Note a file or a folder that could not be read."""
@@ -49,21 +50,21 @@ class Look:
 
 
 class Folders:
-    """The folders below one directory. Several threads may look at once."""
+    """The folders below one directory. Several threads may use it at once."""
 
     def __init__(self, root: Path, now_ms: Callable[[], int]) -> None:
-        """Keep the root without a look at it; `now_ms` is the file server's clock."""
+        """Keep the root without reading it; `now_ms` returns the file server's time."""
         self._root = root
         self._now_ms = now_ms
         self._kept: OrderedDict[str, Sequence[str]] = OrderedDict()
-        """By directory, its names: a large one has many pages."""
+        """Directory → its names, for the next pages: a large directory has many pages."""
 
     def names_behind(self, prefix: str, after: str, look: Look) -> Iterator[tuple[str, Path]]:
         """Yield the names with a prefix behind one, in order, and their files."""
         folder, digits = split_prefix(prefix)
         if len(digits) < DIGITS:
             yield from self._walk(folder, prefix, after, look)
-        else:  # One folder has them all.
+        else:  # The prefix names one folder, which has all names.
             yield from self._files(folder, digits[:DIGITS], prefix, after, look)
 
     def namespaces(self, folder: str, look: Look) -> list[str]:
@@ -112,9 +113,9 @@ class Folders:
         if names is not None:
             return names
         names = self._names(path, is_wanted, look, files=files)
-        if look.unread == unread:  # Otherwise the next page tells of it, too.
+        if look.unread == unread:  # An incomplete list is not kept: the next page reads again.
             self._kept[key] = names
-            with contextlib.suppress(KeyError):  # Other threads do so, too.
+            with contextlib.suppress(KeyError):  # Another thread may have emptied it.
                 while len(self._kept) > FOLDERS_KEPT:
                     self._kept.popitem(last=False)
         return names
@@ -122,7 +123,7 @@ class Folders:
     def _names(self, path: Path, is_wanted: IsWanted, look: Look, *, files: bool) -> list[str]:
         """Return the names of the wanted files in a directory, or of its folders, in order.
 
-        Links are neither: one that points at a folder above it would never end.
+        Symbolic links are odd: a link to a folder above it would never end.
         """
         found: list[str] = []
         try:
@@ -130,7 +131,7 @@ class Folders:
                 for one in entries:
                     if _is_taken(one, is_wanted, look, files=files):
                         found.append(one.name)
-        except FileNotFoundError:  # Deleted meanwhile.
+        except FileNotFoundError:  # The directory was deleted meanwhile.
             pass
         except OSError as error:
             look.failed(error)
@@ -148,7 +149,7 @@ class Folders:
 
 
 def _is_taken(one: os.DirEntry[str], is_wanted: IsWanted, look: Look, *, files: bool) -> bool:
-    """Tell whether an entry is a wanted file, or folder; the other kind is passed over."""
+    """Tell whether an entry is a wanted file (or folder), and count one that is odd or unread."""
     try:
         is_file = one.is_file(follow_symlinks=False)
         is_other = not is_file and not one.is_dir(follow_symlinks=False)

@@ -41,7 +41,7 @@ from kvbm_disk_tier.shell.inbox import hand_in
 RANGES_AT_ONCE = 4
 """A store answers a list in some 100 ms: four at once are 40,000 names a second."""
 BLOCKS_AT_ONCE = 250
-"""Of a page: the core takes some 2 ms for them."""
+"""Blocks of a page that the core takes in one step, in some 2 ms."""
 SLOTS_AT_ONCE = 4_096
 """Slots of the table that the core looks at in one step: about 2 ms."""
 PAUSE_MAX_S = 30.0
