@@ -131,6 +131,8 @@ class SlabPool:
         if policy is None:
             if len(size.policies) > TENANTS_MAX:  # Some are of tenants that were forgotten.
                 known = set(self._tenants)
+                left = [one for one, had in size.policies.items() if one not in known and len(had)]
+                assert not left, f"{left} were forgotten, and have blocks of {size}"
                 size.policies = {one: had for one, had in size.policies.items() if one in known}
             policy = size.policies[tenant] = self._make(self.layout.total_bytes // size.slot_bytes)
         return policy

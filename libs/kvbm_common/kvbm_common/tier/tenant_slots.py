@@ -132,12 +132,15 @@ class TenantSlots(SlotRecords):
         for namespace, ours in former.by_namespace().items():
             tenant = self.tenants.of(namespace)
             rows[tenant] = rows[tenant] | ours if tenant in rows else ours
+            if tenant is not self.tenants.unnamed:
+                # At once: where places are short, those without a block are forgotten.
+                tenant.block_count += int(ours.sum())
         for tenant, ours in rows.items():
             part = former if ours.all() else former.only(ours)
             if tenant is not self.tenants.unnamed:
                 self._owner.update(dict.fromkeys(part.slots.tolist(), tenant))
                 tenant.used_bytes += part.total_bytes
-                tenant.block_count += len(part)
+                assert tenant.block_count == len(part), f"{len(part)} blocks are of {tenant}"
             self.pool.fill_policies(part, tenant)
 
     # --- checks -----------------------------------------------------------------------------

@@ -273,7 +273,9 @@ class Claim:
         self, policies: Mapping[Tenant, EvictionPolicy], short: int, may_leave: MayLeave
     ) -> list[SequenceHash]:
         """Return what `shared_out` says where some blocks stay; a tenant loses what leaves."""
-        left = {one: filter(may_leave, in_order(policy)) for one, policy in policies.items()}
+        # Without blocks: also those of tenants that were forgotten.
+        there = {one: policy for one, policy in policies.items() if len(policy)}
+        left = {one: filter(may_leave, in_order(policy)) for one, policy in there.items()}
         chosen: list[SequenceHash] = []
         while left and len(chosen) < short:
             worst = max(left, key=lambda one: (self._level(one), one is self.tenant))
