@@ -162,29 +162,25 @@ class Store:
             return 0
         asked = tuple(names)
         with self._changed:
-            held = self._take_held(asked)
-            if held is None:
-                held = Held(self._new_request(), asked)
-            if self._is_known(held):
+            if self._is_known(asked):
                 self.counts["known_pages"] += len(asked)
-                self._hold(held)
                 return len(asked)
-            found = min(self._answer(held).blocks, len(asked))
+            held, found = self._leased(asked)
             if found:
                 self._hold(held)
             return found
 
-    def _is_known(self, held: Held) -> bool:
+    def _is_known(self, names: tuple[SequenceHash, ...]) -> bool:
         """Return whether all pages are listed and their lookup is on its way.
 
         The answer is left for later: SGLang loads a moment afterwards, or, where it finds the hit
         too short, never.
         """
         scheduler = self._scheduler
-        if self._closed or not self._known.covers(
-            held.names, scheduler.welcome, epoch=scheduler.epoch
-        ):
+        if self._closed or not self._known.covers(names, scheduler.welcome, epoch=scheduler.epoch):
             return False
+        held = self._take_held(names) or Held(self._new_request(), names)
+        self._hold(held)
         return scheduler.lookup(held.request, held.names, hurry=False) is None
 
     def present(self, names: Sequence[SequenceHash]) -> list[bool]:
@@ -209,6 +205,20 @@ class Store:
                     found[index] = self._answer(held).blocks > 0
                     self._give_back(held)
         return found
+
+    def _leased(self, names: tuple[SequenceHash, ...]) -> tuple[Held, int]:
+        """Return a lookup of these pages, and how many it has found: that of `find` where it has
+        all of them, or a new one. One without a page is given back."""
+        held = self._take_held(names)
+        if held is not None:
+            if self._answer(held).blocks >= len(names):
+                return held, len(names)
+            self._give_back(held)  # Its lease has ended, or more has been stored since.
+        fresh = Held(self._new_request(), names)
+        found = min(self._answer(fresh).blocks, len(names))
+        if not found:
+            self._give_back(fresh)
+        return fresh, found
 
     def _new_request(self) -> str:
         return f"{next(self._numbers)}"
@@ -266,23 +276,12 @@ class Store:
 
     def _load(self, names: tuple[SequenceHash, ...], blocks: Sequence[int]) -> LoadResult | None:
         with self._changed:
-            held = self._leased(names)
-            if held is None:
-                return None
-            count = min(self._answer(held).blocks, len(names))
-            load = self._scheduler.take(held.request, blocks[:count]) if count else None
+            held, found = self._leased(names)
+            load = self._scheduler.take(held.request, blocks[:found]) if found else None
         if load is None:
             return None
         self._worker.start_load(load)
         return self._wait_load(load.request)
-
-    def _leased(self, names: tuple[SequenceHash, ...]) -> Held | None:
-        """Return a lookup with a hit for these names: that of `find`, or a new one."""
-        held = self._take_held(names)
-        if held is not None and self._answer(held).blocks:
-            return held
-        fresh = Held(self._new_request(), names)
-        return fresh if self._answer(fresh).blocks else None
 
     def _wait_load(self, request: str) -> LoadResult:
         started_s = time.monotonic()

@@ -7,6 +7,7 @@ import threading
 import pytest
 from kvbm_connectors.client import link_thread
 from kvbm_connectors.sglang import storage as storage_module
+from kvbm_connectors.sglang import store as store_module
 from kvbm_connectors.sglang.pages import UnknownPool, names_of
 from kvbm_connectors.sglang.storage import Storage
 
@@ -84,6 +85,51 @@ def test_a_load_takes_over_the_lookup_of_the_question(attach: Attach) -> None:
     assert taken(storage, other, keys[:3], 0) == [True] * 3
     assert storage.all_counts()["kv.lookups"] == lookups
     assert taken(storage, other, keys, 6) == [True] * COUNT
+
+
+def test_what_is_not_found_leaves_nothing_open(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup that was kept for each miss had kept the link's thread awake, and an engine that is
+    to move from leaving."""
+    halves = recorded(monkeypatch, store_module, "SchedulerHalf")
+    pool = Pool()
+    storage = attach(pool)
+    keys = keys_of("missed", COUNT)
+    assert storage.exists(keys) == 0
+    assert halves[0].idle()
+    assert taken(storage, pool, keys, 0) == [False] * COUNT
+    assert halves[0].idle()
+    put(storage, pool, keys[:2])
+    assert storage.exists(keys) == 2
+    assert taken(storage, pool, keys[2:], 0) == [False] * 3
+    assert taken(storage, pool, keys, 6) == [True] * 2 + [False] * 3
+    assert halves[0].idle()
+
+
+def test_a_question_is_answered_with_what_is_there_now(attach: Attach) -> None:
+    """An older answer with less than all pages does not count, whatever its lease: what has been
+    stored since is found and loaded."""
+    pool = Pool()
+    storage = attach(pool)
+    keys = keys_of("since", COUNT)
+    put(storage, pool, keys[:2])
+    assert storage.exists(keys) == 2
+    put(storage, pool, keys)
+    assert storage.exists(keys) == COUNT
+    assert taken(storage, pool, keys, 6) == [True] * COUNT
+
+
+def test_a_question_is_asked_again_after_its_lease(attach: Attach, stack: LiveStack) -> None:
+    """A lease that has ended is no miss: the pages are there."""
+    pool = Pool()
+    storage = attach(pool, extra={"onboard_deadline_ms": 1_000, "lease_ms": 100})
+    keys = keys_of("lease", COUNT)
+    put(storage, pool, keys[:2])
+    expired = stack.figures("host-tier")["leases_expired"]
+    assert storage.exists(keys) == 2
+    wait_for(lambda: stack.figures("host-tier")["leases_expired"] > expired)
+    assert storage.exists(keys) == 2
 
 
 def test_a_question_for_pages_in_memory_does_not_wait(attach: Attach) -> None:
