@@ -343,4 +343,6 @@ class Store:
                     self._changed.wait(POLL_S)
                 return self._offers[offer]
             finally:
+                # SGLang has its pages back now: a pull that has not ended is not confirmed.
+                self._scheduler.revoke(offer)
                 del self._offers[offer]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -15,7 +17,7 @@ from tests.connectors.sglang.conftest import PATIENCE_MS, Attach
 from tests.connectors.sglang.pool import Config, Extra, Pool, Transfer, keys_of
 from tests.recording import recorded
 from tests.vllm.harness import LiveStack, corrupt_arena
-from tests.waiting import wait_for
+from tests.waiting import stop_child, wait_for
 
 COUNT = 5
 
@@ -297,6 +299,38 @@ def test_threads_query_read_and_write_at_once(attach: Attach) -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+def test_an_offer_is_over_before_its_pages_are_given_back(
+    attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage is closed while the host tier is slow to pull: what it would read after `set` has
+    returned is another page's."""
+    halves = recorded(monkeypatch, store_module, "SchedulerHalf")
+    pool = Pool()
+    storage = attach(pool)
+    stored: list[bool] = []
+
+    def give_back() -> None:
+        stored.extend(storage.set(keys_of("given back", 1), pool.indices([0]), None))
+
+    thread = threading.Thread(target=give_back)
+    good_bye, ended = halves[0].close, []
+
+    def close() -> None:
+        thread.join(10)
+        ended.append(halves[0].counts().get("offers_ended.revoked", 0))
+        good_bye()
+
+    monkeypatch.setattr(halves[0], "close", close)
+    stop_child(pid := stack.stack.pids["host-tier"])
+    try:
+        thread.start()
+        wait_for(lambda: halves[0].counts().get("offered_blocks"))
+        storage.close()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (stored, ended) == ([False], [1])
 
 
 def test_attached_again_and_again(attach: Attach) -> None:
