@@ -48,6 +48,8 @@ class FakeRuntime:
     batches: bool = True
     pins_read_only: bool = True
     moves: bool = True
+    still_looks: int = 0
+    """So many looks at an event see nothing happen."""
     pinnable_bytes: int = 1 << 62
     capturing: bool = False
     """An engine captures a graph: some calls break it, unless their thread has said `enter`."""
@@ -135,7 +137,9 @@ class FakeRuntime:
 
     def is_done(self, event: int) -> bool:
         self._disturb("is_done")
-        if self.moves:
+        if self.still_looks:
+            self.still_looks -= 1
+        elif self.moves:
             self.advance(self._random.randint(0, STEPS_PER_LOOK_MAX))
         state = self._events[event]
         return state.done == state.recorded

@@ -189,7 +189,8 @@ class NixlReader:
         try:
             sums = self._copy(read.copy, starts, read.summed)
         except Exception as error:  # Of a GPU, say. The caller waits for an end, whatever it is.
-            self._pool.give_back(buffer)
+            settling = error.settling if isinstance(error, TransferError) else None
+            self._pool.give_back(buffer, settling)
             read.brought.set_exception(error)
             return
         self._pool.give_back(buffer)

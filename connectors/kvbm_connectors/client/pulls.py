@@ -25,7 +25,7 @@ from kvbm_common.copying import clear
 from kvbm_common.copying.rank_pieces import BlockCopy, RankPieces, slot_starts
 from kvbm_common.errors import KvbmError
 from kvbm_common.nixl.layout import chunks_of
-from kvbm_common.nixl.mover_thread import TransferError
+from kvbm_common.nixl.mover_thread import TransferError, TransferTimeout
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.tier.parts import Share
 from kvbm_common.wire.local import Region
@@ -125,7 +125,17 @@ class Pulls:
             pulling.reason = type(error).__name__
         pulling.chunks_left -= 1
         if pulling.chunks_left == 0:
-            self._on_end(self._result(pulling))
+            self._end(self._result(pulling))
+
+    def _end(self, result: LoadResult) -> None:
+        """Clear what did not arrive intact, and report the load when no zero can come any more: the
+        engine may compute these blocks as soon as it hears."""
+        blocks = zip(result.load.blocks, result.intact, strict=True)
+        late = self._clear([block for block, ok in blocks if not ok])
+        if late is None:
+            self._on_end(result)
+        else:
+            late.add_done_callback(lambda _: self._on_end(result))
 
     def _take_chunk(self, pulling: _Pulling, chunk: slice, brought: Brought) -> None:
         pulling.begun = min(pulling.begun, brought.begun)
@@ -159,15 +169,15 @@ class Pulls:
         if _now_ms() >= load.deadline_ms:  # The slots may have been another block's by then.
             intact, reason = [False] * len(intact), "lease_ended"
             pulling.corrupt.clear()
-        self._clear([block for block, ok in zip(load.blocks, intact, strict=True) if not ok])
         self._counts["bytes.h2d"] += sum(intact) * self.pieces.bytes
         seconds = max(0.0, pulling.ended - pulling.begun)
         return LoadResult(load, tuple(intact), tuple(sorted(pulling.corrupt)), reason, seconds)
 
-    def _clear(self, blocks: Sequence[int]) -> None:
-        """Zero what did not arrive intact. No late byte can reach these blocks any more."""
+    def _clear(self, blocks: Sequence[int]) -> Future[None] | None:
+        """Zero what no late byte can reach any more. The future, if there is one, ends when the
+        zeros are there, late."""
         if not blocks:
-            return
+            return None
         self._counts["cleared_blocks"] += len(blocks)
         try:
             places = self.pieces.coarse.on_device(blocks)
@@ -175,8 +185,12 @@ class Pulls:
                 clear(places)
             else:
                 self._gpu.clear(places)
+        except TransferTimeout as error:  # The engine's stream waits for another rank, say.
+            self._limiter.warning("late", f"{len(blocks)} blocks are zeroed late: {error}")
+            return error.settling
         except KvbmError as error:  # A GPU that is lost takes the engine with it.
             self._limiter.warning("clear", f"{len(blocks)} blocks could not be zeroed: {error}")
+        return None
 
 
 def _now_ms() -> int:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +248,26 @@ def test_nixl_reads_another_process_through_a_buffer(
         reader.read(copy, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
     assert pool.lost == 0
     assert all(pool.borrow(time.monotonic() + DEADLINE_S).done() for _ in range(BUFFERS))
+
+
+def test_a_buffer_that_a_gpu_copies_from_late_is_lost_until_then(
+    mover: MoverThread, owner: Owner, pool: BouncePool
+) -> None:
+    """The read has failed, and says until when its bytes may come."""
+    settling: Future[None] = Future()
+
+    def deliver(target: Places, source: Places) -> None:
+        raise TransferTimeout("the engine's stream stands still", settling)
+
+    peer = mover.add_peer(owner.metadata).result(DEADLINE_S)
+    reader = NixlReader(mover, peer, pool, deliver=deliver)
+    ours = np.zeros((1, 64), dtype=np.uint8)
+    read = reader.read(blocks(ours, [0], [owner.address]), deadline_s=DEADLINE_S, summed=False)
+    with pytest.raises(TransferTimeout) as raised:
+        read.result(DEADLINE_S)
+    assert (raised.value.settling, pool.lost) == (settling, 1)
+    settling.set_result(None)
+    assert pool.lost == 0
 
 
 # --- the choice ---------------------------------------------------------------------------------

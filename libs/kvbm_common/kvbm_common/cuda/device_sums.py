@@ -5,8 +5,6 @@ The kernels are in `kernels.py`, their tables are made here, and `sums_are_right
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -16,10 +14,8 @@ import numpy as np
 from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Lent
 from kvbm_common.cuda.runtime import CudaError, Runtime
+from kvbm_common.cuda.stream_end import WAIT_DEADLINE_S, StreamEnd
 
-WAIT_DEADLINE_S = 10.0
-"""Deadline of checksums, and of copies that are waited for."""
-WAIT_POLL_S = 0.00005
 SUM_BLOCKS_MAX = 4096
 """Blocks of one launch: more than any chunk has."""
 SCRATCH_BYTES = 4 << 20
@@ -38,6 +34,8 @@ class DeviceSums:
         self._runtime = runtime
         self._lock = Lock()
         self._is_set_up = False
+        self._is_in_use = False
+        """The stream may still read or write the staging buffer: a call has given it up."""
         self._regions_table, self._parts_table, self._kibs = tables_of(parts)
         self._part_count = len(parts)
         per_block = kernels.KIB_SUM_BYTES * max(1, self._kibs)
@@ -49,6 +47,7 @@ class DeviceSums:
         runtime, regions, parts = self._runtime, self._regions_table, self._parts_table
         digest_bytes = 8 * self._blocks_max * self._part_count
         self._stream = runtime.stream(urgent=True)
+        self._end = StreamEnd(runtime, self._stream)
         self._staging = runtime.pinned(
             max(regions.nbytes, parts.nbytes, digest_bytes, 8 * self._blocks_max)
         )
@@ -79,6 +78,8 @@ class DeviceSums:
             self._runtime.enter()
             if not self._is_set_up:
                 self._set_up()
+            if self._is_in_use:
+                self._wait()
             found: list[int] = []
             for start in range(0, len(blocks), self._blocks_max):
                 found += self._sums(blocks[start : start + self._blocks_max])
@@ -92,6 +93,7 @@ class DeviceSums:
             tables = (self._regions, self._parts, self._blocks, self._digests, self._scratch)
             for address in tables:
                 self._runtime.free(address)
+            self._end.close()
             self._runtime.end_stream(self._stream)
             self._is_set_up = False
 
@@ -109,11 +111,15 @@ class DeviceSums:
         return found
 
     def _upload(self, target: int, numbers: np.ndarray) -> None:
+        self._is_in_use = True
         self._staging[: numbers.nbytes].view(np.uint64)[:] = numbers
         self._runtime.copy(target, self._staging.ctypes.data, numbers.nbytes, self._stream)
 
     def _wait(self) -> None:
-        wait_for_stream(self._runtime, self._stream)
+        self._end.mark()
+        if not self._end.wait():
+            raise CudaError(f"the GPU has not come to the sums in {WAIT_DEADLINE_S} s")
+        self._is_in_use = False
 
 
 def tables_of(parts: Sequence[Sequence[Lent]]) -> tuple[np.ndarray, np.ndarray, int]:
@@ -165,8 +171,12 @@ def sums_are_right(runtime: Runtime) -> bool:
     parts = [[next(regions) for _ in part] for part in sizes]
     stream = runtime.stream(urgent=False)
     try:
+        end = StreamEnd(runtime, stream)
         runtime.copy(device, host.ctypes.data, len(host), stream)
-        wait_for_stream(runtime, stream)
+        end.mark()
+        if not end.wait():
+            raise CudaError(f"a copy has not ended in {WAIT_DEADLINE_S} s")
+        end.close()
         sums = DeviceSums(runtime, parts)
         found = sums([1, 0])
         sums.close()
@@ -184,16 +194,3 @@ def sums_are_right(runtime: Runtime) -> bool:
         for part in parts
     ]
     return found == expected
-
-
-def wait_for_stream(runtime: Runtime, stream: int) -> None:
-    """Wait until what is in the stream by now is done. Raises CudaError."""
-    event = runtime.event()
-    runtime.record(event, stream)
-    give_up_s = time.monotonic() + WAIT_DEADLINE_S
-    while not runtime.is_done(event):
-        if time.monotonic() > give_up_s:
-            raise CudaError(f"a stream has not come to its end in {WAIT_DEADLINE_S} s")
-        time.sleep(WAIT_POLL_S)
-    with contextlib.suppress(CudaError):
-        runtime.end_event(event)

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from kvbm_common.cuda.copies import Copies, Lent, OutsideWindows, Window, through
-from kvbm_common.cuda.device_sums import DeviceSums, sums_are_right, wait_for_stream
+from kvbm_common.cuda.device_sums import DeviceSums, sums_are_right
 from kvbm_common.cuda.measure import choose, describe, measure
 from kvbm_common.cuda.mover import DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, Runtime
+from kvbm_common.cuda.stream_end import WAIT_DEADLINE_S, StreamEnd
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.spans import Spans
-from kvbm_common.nixl.transfers import TransferFailed, Transferred
+from kvbm_common.nixl.transfers import TransferFailed, Transferred, TransferTimeout
 
 if TYPE_CHECKING:
     from kvbm_common.copying import Places
@@ -128,7 +129,7 @@ class Gpu:
 
     def clear(self, target: Places) -> None:
         """Fill blocks with zeros, behind what the engine has begun to compute; for a thread of
-        ours. Raises CudaError."""
+        ours. Raises CudaError; TransferTimeout, then they may come until it has settled."""
 
         def put(stream: int) -> None:
             for address, length, _ in target.spans.rows.tolist():
@@ -137,11 +138,13 @@ class Gpu:
         self._on_stream(put)
 
     def deliver(self, target: Places, source: Places) -> None:
-        """Copy blocks from host memory into the GPU's; for a thread of ours. Raises CudaError."""
+        """Copy blocks from host memory into the GPU's; for a thread of ours. Raises CudaError,
+        TransferTimeout."""
         self._copy(target, source)
 
     def fetch(self, target: Places, source: Places) -> None:
-        """Copy blocks from the GPU's memory into this host's. Raises CudaError."""
+        """Copy blocks from the GPU's memory into this host's. Raises CudaError,
+        TransferTimeout."""
         self._copy(target, source)
 
     def _copy(self, target: Places, source: Places) -> None:
@@ -154,17 +157,40 @@ class Gpu:
         self._on_stream(put)
 
     def _on_stream(self, put: Callable[[int], None]) -> None:
-        """Put something into a stream of ours, behind the engine's, and wait for its end."""
+        """Put something into a stream of ours, behind the engine's, and wait for its end: also if
+        a call fails half-way, for what is in the stream by then."""
         with self._lock:
             self.runtime.enter()
             if self._stream is None:
                 self._stream = self.runtime.stream(urgent=True)
-            begun = self.fence()
-            self.runtime.wait(self._stream, begun)
-            put(self._stream)
-            wait_for_stream(self.runtime, self._stream)
-            with contextlib.suppress(CudaError):  # A broken context has none.
-                self.runtime.end_event(begun)
+            end = StreamEnd(self.runtime, self._stream)
+            try:
+                self._wait_for_engine(self._stream)
+                put(self._stream)
+            finally:
+                _await(end)
+
+    def _wait_for_engine(self, stream: int) -> None:
+        """Make a stream of ours wait for all that the engine has begun by now."""
+        begun = self.fence()
+        try:
+            self.runtime.wait(stream, begun)
+        finally:
+            self._end_event(begun)
+
+
+def _await(end: StreamEnd) -> None:
+    """Wait for what was just put into a stream. Raises CudaError, TransferTimeout."""
+    end.mark()
+    try:
+        has_come = end.wait()
+    except CudaError:
+        end.close()
+        raise
+    if not has_come:
+        reason = f"the engine's stream has not come to its end in {WAIT_DEADLINE_S} s"
+        raise TransferTimeout(reason, end.watch())
+    end.close()
 
 
 class SumsOfBlocks(Protocol):
@@ -172,7 +198,7 @@ class SumsOfBlocks(Protocol):
 
     def __call__(self, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of the rank's parts of these blocks, block after block. Raises
-        CudaError."""
+        CudaError, TransferTimeout."""
 
 
 class HostSums:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kvbm_common.checksum import block_checksum, part_checksums, unpack_sums
 from kvbm_common.copying.rank_pieces import RankPieces
+from kvbm_common.cuda import stream_end
 from kvbm_common.cuda.device_sums import DeviceSums
 from kvbm_common.cuda.lending import MAGIC, DeviceMemory, export, unwrap, wrap
 from kvbm_common.cuda.pulling import DevicePuller
@@ -56,6 +57,11 @@ class Cache:
 
     def spans(self, blocks: list[int]) -> Spans:
         return device_spans(self.regions, blocks)
+
+
+def names(runtime: FakeRuntime) -> list[object]:
+    """The calls so far."""
+    return [call[0] for call in runtime.calls]
 
 
 def slots(cache: Cache, arena_address: int, numbers: list[int]) -> Spans:
@@ -322,3 +328,46 @@ def test_blocks_of_a_gpu_are_delivered_and_cleared(runtime: FakeRuntime) -> None
     gpu.clear(target)
     assert not cache.pieces[:, [3, 0]].any()
     assert np.array_equal(cache.pieces[:, [1, 2, 4, 5]], others)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_late_zeros_are_there_when_they_have_settled(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Also where CUDA takes the first ones only. No event is left behind."""
+    monkeypatch.setattr(stream_end, "WAIT_DEADLINE_S", 0.0)
+
+    class Refuses(FakeRuntime):
+        def zero(self, target: int, length: int, stream: int) -> None:
+            if fails and names(self).count("zero"):
+                raise CudaError("cudaErrorInvalidValue")
+            super().zero(target, length, stream)
+
+    runtime = Refuses(seed=1)
+    cache, gpu = Cache(runtime), Gpu(runtime)
+    ended = names(runtime).count("end_event")
+    runtime.still_looks = 5
+    with pytest.raises(TransferTimeout) as raised:
+        gpu.clear(cache.cut().coarse.on_device([3]))
+    assert not raised.value.settled
+    assert cache.pieces[:, 3].all(axis=1).any()
+    assert raised.value.settling is not None
+    raised.value.settling.result(DEADLINE_S)
+    assert not cache.pieces[0, 3].any()
+    assert names(runtime).count("end_event") == ended + 2
+
+
+def test_sums_after_a_call_that_was_given_up_are_those_of_their_own_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stream still writes the digests of the call before, where the next one's numbers go."""
+    runtime = FakeRuntime(seed=1)
+    cache = Cache(runtime)
+    summer = DeviceSums(runtime, cache.cut().part_regions())
+    expected = summer([4, 1])
+    monkeypatch.setattr(stream_end, "WAIT_DEADLINE_S", 0.0)
+    runtime.still_looks = 5
+    with pytest.raises(CudaError):
+        summer([5, 2])
+    monkeypatch.setattr(stream_end, "WAIT_DEADLINE_S", DEADLINE_S)
+    assert summer([4, 1]) == expected
