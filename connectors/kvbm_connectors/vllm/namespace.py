@@ -76,6 +76,8 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
         # vLLM turns it off where a kernel cannot begin after a prefix (latent attention on CPU):
         # blocks from us would be as wrong there as its own.
         return "prefix caching is off"
+    if getattr(config.model_config, "is_diffusion", False):
+        return "a diffusion model computes the KV of its last tokens again with each step"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "each rank has a scheduler of its own, which hears of no other rank"
     if refusal := refusal_of_groups(kv_cache_config):

@@ -30,5 +30,16 @@ def test_ranks_with_schedulers_of_their_own_are_not_cached() -> None:
             distributed_executor_backend="external_launcher", world_size=2
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(is_diffusion=False),
     )
     assert "hears of no other rank" in refusal_of(config, None)
+
+
+def test_models_that_compute_tokens_again_are_not_cached() -> None:
+    """Goal: no block is offered whose bytes the next step changes."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(is_diffusion=True),
+    )
+    assert "again with each step" in refusal_of(config, None)
