@@ -167,7 +167,7 @@ class VllmEngine(EngineNode):
             self.poke()
         if self._flying and not self.world.plan.overlapped:
             return  # Aborts are all that vLLM takes while its only step is computed.
-        if scheduler.running and rng.random() < 0.03:
+        if scheduler.running and rng.random() < 0.1:
             scheduler.preempt(scheduler.running[-1])
             self.poke()
         if rng.random() < 0.02:
