@@ -239,20 +239,37 @@ def _resize(tier: AdministeredTier, request: ResizeRequest, now_ms: int) -> Resi
         text = f"the medium has {capacity} slots" if capacity else "the medium is not cut yet"
         return ErrorBody(code="bad_size", message=text, field="slots")
     table.revive(max(0, request.slots - was))
-    surplus = max(0, was - request.slots)
-    surplus -= table.retire(surplus)
     evicted = 0
-    while surplus > 0 and evicted < STEP_BLOCKS_MAX:
-        gone = tier.evict_idle(min(surplus, STEP_BLOCKS_MAX - evicted), now_ms)
+    while (surplus := _retire_down_to(table, request.slots)) and evicted < STEP_BLOCKS_MAX:
+        gone = tier.evict_idle(_count_in(table, surplus, STEP_BLOCKS_MAX - evicted), now_ms)
         if not gone:
             break
         evicted += gone
         assert evicted <= STEP_BLOCKS_MAX, f"{evicted} blocks are evicted in one step"
-        surplus -= table.retire(surplus)
     more = surplus > 0 and evicted >= STEP_BLOCKS_MAX
     slots = table.usable_count
     assert slots <= capacity, f"{slots} slots of {capacity} are in use, {request.slots} were wanted"
     return ResizeReply(slots=slots, was=was, capacity=capacity, evicted=evicted, more=more)
+
+
+def _retire_down_to(table: SlotTable, slots: int) -> int:
+    """Take empty slots out of use; returns how many of the first size are still too much."""
+    table.retire(max(0, table.usable_count - slots))
+    return max(0, table.usable_count - slots)
+
+
+def _count_in(table: SlotTable, slots: int, most: int) -> int:
+    """Return how many of the longest idle blocks fill so many slots of the first size."""
+    left_bytes = slots * table.pool.layout.slot_bytes
+    idle = table.longest_idle(most)
+    for count, name in enumerate(idle, 1):
+        slot = table.find(name)
+        assert slot is not None, f"{name.hex()} is idle, and is not here"
+        left_bytes -= table.slot_bytes(slot)
+        if left_bytes <= 0:
+            return count
+    # More than can leave now: the tier ends pins for these, where it may.
+    return min(most, len(idle) + -(-left_bytes // table.pool.layout.slot_bytes))
 
 
 def _use_policy(tier: AdministeredTier, request: PolicyRequest) -> PolicyReply | ErrorBody:

@@ -1,0 +1,99 @@
+"""What an operator may do to a tier: a table of blocks of several sizes, without a tier's rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+from kvbm_common.eviction import make_policy
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.admin import TierAdmin
+from kvbm_common.tier.diary import Diary
+from kvbm_common.tier.layout import UNIT_BYTES, Layout
+from kvbm_common.tier.leases import LeaseTable
+from kvbm_common.tier.slots import Block, SlotTable
+from kvbm_common.wire.admin import STEP_BLOCKS_MAX, ResizeReply, ResizeRequest
+
+from tests.libs.helpers import NAMESPACE, name
+
+FIRST_UNITS = 16
+"""A slot of the first size is as long as so many of the smallest blocks."""
+
+
+class Tier:
+    """A table of `slots` slots of 64 KiB, with blocks of any size."""
+
+    policy_name, draining = "lru", False
+
+    def __init__(self, slots: int) -> None:
+        layout = Layout.of(FIRST_UNITS * UNIT_BYTES, slots)
+        self.table = SlotTable(layout, partial(make_policy, "lru"))
+        self.diary = Diary()
+        self.admin = TierAdmin(self, LeaseTable())
+
+    def use_policy(self, name: str) -> bool:
+        return name == self.policy_name
+
+    def evict_idle(self, count: int, now_ms: int) -> int:
+        names = self.table.longest_idle(count)
+        self.remove(names, "evicted", now_ms)
+        return len(names)
+
+    def remove(self, names: Sequence[SequenceHash], reason: str, now_ms: int) -> None:
+        for one in names:
+            assert self.table.discard(one) is not None, f"{reason} at {now_ms}"
+
+    def fill(self, units: int) -> int:
+        """Fill what is free with blocks of so many units; returns how many there are then."""
+        size, last = units * UNIT_BYTES, len(self.table)
+        for number in range(last + 1, last + 1 + self.table.room_for(1 << 20, size)):
+            slot = self.table.stage(name(number), size)
+            assert slot is not None
+            self.table.register(slot, Block(name(number), name(0), NAMESPACE, 1, size))
+        return len(self.table)
+
+    def resize(self, slots: int) -> ResizeReply:
+        reply = self.admin.answer("resize", ResizeRequest(slots=slots), 0)
+        assert isinstance(reply, ResizeReply), reply
+        self.table.check()
+        return reply
+
+
+@pytest.mark.parametrize("units", [1, 4, 16, 32, 64])
+def test_a_resize_evicts_what_fills_the_slots_that_go(units: int) -> None:
+    """Of 256 slots 3 go, then 4 more: as many blocks leave as fill these, and the rest stays."""
+    tier = Tier(256)
+    held = tier.fill(units)
+    for slots, gone in ((253, 3), (249, 4)):
+        reply = tier.resize(slots)
+        evicted = -(-gone * FIRST_UNITS // units)
+        assert abs(reply.evicted - evicted) <= 1, reply
+        assert held - reply.evicted == len(tier.table)
+        assert not reply.more
+        assert reply.slots <= slots
+        held -= reply.evicted
+    assert tier.resize(tier.table.usable_count).evicted == 0, "it has this size already"
+
+
+def test_a_resize_of_blocks_of_two_sizes_ends_at_the_size_that_was_wanted() -> None:
+    """Half of the medium has small blocks: both kinds leave, no more than needed."""
+    tier = Tier(64)
+    tier.table.retire(32)
+    tier.fill(FIRST_UNITS)
+    tier.table.revive(32)
+    tier.fill(1)
+    before = tier.table.block_bytes
+    reply = tier.resize(20)
+    assert (reply.slots, reply.more) == (20, False)
+    assert before - tier.table.block_bytes == (64 - 20) * FIRST_UNITS * UNIT_BYTES
+
+
+def test_a_large_resize_goes_on_in_further_steps() -> None:
+    tier = Tier(1024)
+    held = tier.fill(1)
+    reply = tier.resize(512)
+    assert (reply.evicted, reply.more) == (STEP_BLOCKS_MAX, True)
+    again = tier.resize(512)
+    assert (again.was, again.slots, again.more) == (reply.slots, 512, False)
+    assert held - len(tier.table) == 512 * FIRST_UNITS
