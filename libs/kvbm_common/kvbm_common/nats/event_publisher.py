@@ -26,6 +26,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError, MessageTooLarge
@@ -100,6 +101,8 @@ class EventPublisher:
         """Events in the outbox."""
         self._sent = 0
         """The first so many entries of the outbox are in flight."""
+        self._moved_s = 0.0
+        """When the first message was acknowledged last: a slow server answers in order."""
         self._next_number = 0
         self._failure = ""
         self._dropped_count = 0
@@ -229,13 +232,19 @@ class EventPublisher:
 
     async def _wait_work(self) -> None:
         """Wait for something to send or a failure; an overdue acknowledgement is one."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(ACK_DEADLINE_S if self._outbox else None):
                 await self._work.wait()
-        except TimeoutError:
-            if self._sent and time.monotonic() - self._outbox[0].sent_s > ACK_DEADLINE_S:
-                self._failure = "no acknowledgement"
         self._work.clear()
+        if self._is_overdue():
+            self._failure = self._failure or "no acknowledgement"
+
+    def _is_overdue(self) -> bool:
+        """Tell whether the first message has waited too long, also behind those before it."""
+        if not self._sent:
+            return False
+        since_s = max(self._outbox[0].sent_s, self._moved_s)
+        return time.monotonic() - since_s > ACK_DEADLINE_S
 
     async def _recover(self, backoff: Backoff) -> None:
         """Wait for NATS and the stream after a failure, then start again from the first entry."""
@@ -307,6 +316,7 @@ class EventPublisher:
         entry.acknowledged = True
         while self._outbox and self._outbox[0].acknowledged:
             self._pop_oldest()
+            self._moved_s = time.monotonic()
         self._note_rest()
         return entry.events
 

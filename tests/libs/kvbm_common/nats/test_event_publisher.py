@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from itertools import count
 
 import msgspec
 import pytest
+from kvbm_common.nats import event_publisher
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import call_api
@@ -95,6 +98,35 @@ async def test_an_event_on_no_subject_is_dropped_alone(bus: Bus, name: str) -> N
         assert await read(subscription, 3) == [1, 3]
         await publisher.flush(deadline_s=DEADLINE_S)
     assert bus.counters.value("kvbm_events_dropped_total", reason="invalid_subject") == 1
+
+
+async def test_a_lost_acknowledgement_is_missed_while_the_source_talks_on(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: nothing waits behind it for a pause of the source. Method: a message asks for none."""
+    monkeypatch.setattr(event_publisher, "ACK_DEADLINE_S", 0.1)
+    send, sent = bus.publish_raw, count(1)
+
+    async def lossy(
+        subject: str, payload: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        is_lost = next(sent) == 5
+        await send(subject, payload, reply="" if is_lost else reply, headers=headers)
+
+    monkeypatch.setattr(bus, "publish_raw", lossy)
+    seqs = count(1)
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+
+        def says_more() -> bool:
+            seq = next(seqs)
+            was_empty = publisher.pending == 0
+            put(publisher, seq, seq)
+            return was_empty and seq > 10
+
+        await wait_until(says_more, poll_s=0.01, deadline_s=DEADLINE_S)
+        last = next(seqs) - 1
+        assert await read(subscription, last) == list(range(1, last + 1))
+    assert next(sent) > last + 1, "it was sent again"
 
 
 # ---- packed events ---------------------------------------------------------------------------
