@@ -1,4 +1,4 @@
-"""uvicorn as the metrics service runs it: few connections, each with a deadline for its request.
+"""uvicorn as the metrics service runs it: few connections, each with deadlines for its client.
 
 No other module depends on how uvicorn works inside.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
+import termios
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 from kvbm_common.runtime.metrics import Metrics
@@ -18,7 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 CONNECTIONS_MAX = 256
 """Connections served at the same time; uvicorn answers 503 to more."""
 REQUEST_DEADLINE_S = 5.0
-"""How long a client may take to send a request's headers, and again to send its body."""
+"""How long a client may take to send a request's headers, again to send its body, and to read
+nothing of its answer."""
 CROWDED_DEADLINE_S = 1.0
 """The deadline while all connections are in use: silent clients make room for a probe."""
 TICK_S = 1.0
@@ -34,10 +38,12 @@ class HttpServer(uvicorn.Server):
         self.is_up = asyncio.Event()
         self._ended = asyncio.Event()
         self._waits: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
-        """Connection without a whole request → its last request, and since when it waits."""
+        """Connection without a whole request â its last request, and since when it waits."""
+        self._unread: dict[H11Protocol, tuple[int, float]] = {}
+        """Connection whose client holds up answers â unread bytes, and since when they are the same."""
         self._cut = counters.counter(
             "kvbm_http_connections_cut_total",
-            "Connections that were closed because they sent no whole request in time.",
+            "Connections that were closed: they sent no whole request, or read nothing, in time.",
         )
 
     @contextlib.contextmanager
@@ -63,13 +69,37 @@ class HttpServer(uvicorn.Server):
         self._ended.set()
 
     def _sweep(self, now_s: float) -> None:
-        """Close the connections that have been without a whole request for too long."""
-        connections = self.server_state.connections
+        """Close the connections whose clients have done nothing for too long."""
+        connections = [one for one in self.server_state.connections if isinstance(one, H11Protocol)]
         is_crowded = len(connections) >= CONNECTIONS_MAX
         deadline_s = CROWDED_DEADLINE_S if is_crowded else REQUEST_DEADLINE_S
+        self._abort_unread(connections, now_s, deadline_s)
+        self._close_silent(connections, now_s, deadline_s)
+
+    def _abort_unread(
+        self, connections: Sequence[H11Protocol], now_s: float, deadline_s: float
+    ) -> None:
+        """Cut off the clients that read nothing of their answers: a `close` would wait for them."""
+        unread, self._unread = self._unread, {}
+        for connection in connections:
+            left = _unread_bytes(connection.transport)
+            if not left:
+                continue
+            before, since_s = unread.get(connection, (left, now_s))
+            if left < before:
+                since_s = now_s
+            if now_s - since_s < deadline_s:
+                self._unread[connection] = left, since_s
+            else:
+                self._cut.inc()
+                connection.transport.abort()
+
+    def _close_silent(
+        self, connections: Sequence[H11Protocol], now_s: float, deadline_s: float
+    ) -> None:
+        """Close the connections that have been without a whole request for too long."""
         waits, self._waits = self._waits, {}
         for connection in connections:
-            assert isinstance(connection, H11Protocol), connection
             cycle: RequestResponseCycle | None = connection.cycle  # None before the first request.
             if connection.transport.is_closing() or not _is_waited_for(cycle):
                 continue
@@ -81,6 +111,19 @@ class HttpServer(uvicorn.Server):
             else:
                 self._cut.inc()
                 connection.transport.close()
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """Return the bytes of answers that wait for the client, here and in the kernel; 0: none here.
+
+    Those here leave in pieces of a megabyte: a client that reads slowly shows in the kernel's.
+    """
+    here = transport.get_write_buffer_size()
+    if not here:
+        return 0
+    queued = array("i", [0])
+    fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+    return here + queued[0]
 
 
 def _is_waited_for(cycle: RequestResponseCycle | None) -> bool:
