@@ -73,7 +73,7 @@ class Verdict(Enum):
     """`ready` has it, and perhaps others that waited for it."""
     WAITS = auto()
     FULL = auto()
-    """It would wait, and there is no room: it is left out, which shows as another hole."""
+    """It would wait, and there is no room: it is left out, and missing until a snapshot has it."""
     DUPLICATE = auto()
     OLD_EPOCH = auto()
 
@@ -119,6 +119,8 @@ class Followed(Generic[Item]):
     limits: FollowLimits = FollowLimits()
     epoch: int = 0
     seq: int = 0
+    heard: int = 0
+    """The last event of this life that `take` has seen: what was left out is missing up to here."""
     state: FollowState = field(default_factory=partial(FOLLOWED.next, None, "made"))
     waiting: dict[int, Item] = field(default_factory=dict)
     """Events of the present epoch behind a hole, by seq."""
@@ -136,7 +138,7 @@ class Followed(Generic[Item]):
         """Begin another life if `epoch` is one. True: what the life before held is gone."""
         if epoch <= self.epoch:
             return False
-        self.epoch, self.seq = epoch, 0
+        self.epoch, self.seq, self.heard = epoch, 0, 0
         self.waiting.clear()
         self.hollow, self.attempts = False, 0
         self._move("began")
@@ -155,6 +157,7 @@ class Followed(Generic[Item]):
             return Verdict.OLD_EPOCH
         if seq <= self.seq or seq in self.waiting:
             return Verdict.DUPLICATE
+        self.heard = max(self.heard, seq)
         if clears:
             self._jump(seq - 1)
         elif self.hollow or seq != self.seq + 1:
@@ -246,6 +249,7 @@ class Followed(Generic[Item]):
         assert all(seq > self.seq for seq in self.waiting), f"{self}: an old event waits"
         assert self.hollow or self.seq + 1 not in self.waiting, f"{self}: the next event waits"
         assert self.state is not FollowState.CURRENT or not self.hollow, f"{self}: hollow"
+        assert self.state is not FollowState.CURRENT or self.seq >= self.heard, f"{self}: missed"
         assert all(event.epoch == self.epoch for event in self.waiting.values())
 
     def _jump(self, seq: int) -> None:
@@ -257,11 +261,12 @@ class Followed(Generic[Item]):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Make the source current again if nothing waits and no hole is known.
+        """Make the source current again if all is applied that was heard of it.
 
         It is called when the position has just moved.
         """
-        if self.state is FollowState.BEHIND and not self.waiting and not self.hollow:
+        has_all = self.seq >= self.heard and not self.waiting and not self.hollow
+        if self.state is FollowState.BEHIND and has_all:
             self._move("caught up")
             self.attempts = 0
 

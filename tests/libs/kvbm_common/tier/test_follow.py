@@ -89,6 +89,44 @@ def test_what_waits_is_bounded() -> None:
     assert one.take(Word(6), 0) is Verdict.WAITS, "another hole"
 
 
+def test_what_found_no_room_is_missing_though_the_source_falls_silent() -> None:
+    """2 is lost, 3 and 4 wait, 5 finds no room. A snapshot that was made at 2 brings back all but
+    5, and the next one is asked for by itself."""
+    one = source(seq=1)
+    for seq in (3, 4, 5):
+        one.take(Word(seq), 0)
+    one.ask(0)
+    assert one.landed()
+    one.restore(1, 2, 0)
+    assert (ready(one), one.state) == ([3, 4], BEHIND)
+    assert one.should_ask(LIMITS.retry_ms)
+    one.restore(1, 5, 20)
+    assert (ready(one), one.state) == ([], CURRENT)
+
+
+def test_what_waited_when_a_source_left_is_missing_when_it_is_back() -> None:
+    """A snapshot that was asked for before is older than what had been heard."""
+    one = source(seq=1)
+    one.take(Word(3), 0)
+    one.ask(0)
+    one.leave()
+    one.fall_behind(5)
+    assert one.landed()
+    one.restore(1, 2, 5)
+    assert (ready(one), one.state) == ([], BEHIND)
+    one.restore(1, 3, 20)
+    assert one.state is CURRENT
+
+
+def test_a_clear_that_is_late_does_not_hide_what_was_left_out() -> None:
+    """4 and 5 wait, 6 finds no room, and then 3 clears."""
+    one = source(seq=1)
+    for seq in (4, 5, 6):
+        one.take(Word(seq), 0)
+    assert one.take(Word(3), 0, clears=True) is Verdict.NEXT
+    assert (ready(one), one.state) == ([3, 4, 5], BEHIND)
+
+
 def test_a_clear_needs_no_history() -> None:
     """What waited before it is void, what waited behind it is next."""
     one = source(3, 6, seq=1, state=BEHIND, hollow=True)
@@ -301,6 +339,7 @@ class Reader:
     held: set[int] = field(default_factory=set)
     now_ms: int = 0
     current_count: int = 0
+    heard: tuple[int, int] = (0, 0)
 
     def hear(self, message: Message) -> None:
         """Take one message, and compare."""
@@ -325,6 +364,7 @@ class Reader:
 
     def hear_event(self, event: Word) -> None:
         """Take an event as every owner does."""
+        self.heard = max(self.heard, (event.epoch, event.seq))
         if self.source.begin(event.epoch):
             self.held.clear()
         verdict = self.source.take(event, self.now_ms, clears=event.kind == "cleared")
@@ -369,7 +409,9 @@ class Reader:
         if certain:
             truth = self.log.states[self.source.epoch, self.source.seq]
             assert self.held == truth, (self.source, self.held, truth)
-        self.current_count += self.source.state is CURRENT
+        if self.source.state is CURRENT:
+            assert (self.source.epoch, self.source.seq) >= self.heard, self.source
+            self.current_count += 1
 
 
 ACTIONS = st.lists(
@@ -423,8 +465,8 @@ def test_what_is_applied_is_what_the_log_says(
     actions: list[tuple[str, int]], fates: list[int | None], twice: list[int], eager: bool
 ) -> None:
     """Goal: whatever is lost, late, doubled or of another life, a source that is current has
-    exactly what its log says at that position; an answer to the next question makes it current
-    at the end of the log."""
+    exactly what its log says at that position, which is no older than what was heard. An answer to
+    the next question makes it current at the end of the log."""
     log = Log()
     sent = messages(log, actions)
     reader = Reader(log, eager)
