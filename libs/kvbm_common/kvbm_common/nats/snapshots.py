@@ -146,11 +146,11 @@ def pages_of(reply: SnapshotReply, page_bytes: int = PAGE_BYTES) -> list[Snapsho
 
 
 def joined(pages: list[SnapshotReply]) -> SnapshotReply:
-    """Join pages into one snapshot, with one part per namespace, rank and group."""
-    parts: dict[tuple[str, int, int], SnapshotPart] = {}
+    """Join pages into one snapshot, with one part per namespace, rank, group and size of blocks."""
+    parts: dict[tuple[str, int, int, int], SnapshotPart] = {}
     for page in pages:
         for part in page.parts:
-            key = part.namespace, part.rank, part.group
+            key = part.namespace, part.rank, part.group, part.block_bytes
             known = parts.get(key)
             runs = part.runs if known is None else known.runs + part.runs
             parts[key] = msgspec.structs.replace(part, runs=runs)

@@ -299,7 +299,7 @@ class SnapshotRequest(_Message, frozen=True, kw_only=True):
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of one namespace, rank and group as runs (a run may be a single block)."""
+    """Blocks of one namespace, rank, group and size as runs (a run may be a single block)."""
 
     namespace: HexDigest
     rank: Natural = 0

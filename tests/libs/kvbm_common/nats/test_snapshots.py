@@ -78,6 +78,32 @@ def test_pages_together_are_the_whole(runs: list[int], namespaces: int, page_byt
     assert len({part.namespace for part in again.parts}) == len(again.parts)
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=9), st.integers(100, 400))
+def test_each_block_keeps_its_size(parts: list[tuple[int, int]], page_bytes: int) -> None:
+    """A tier cuts its parts by size, too: it stages what it reads by that."""
+    whole = msgspec.structs.replace(
+        snapshot([]),
+        parts=[
+            SnapshotPart(
+                namespace=hexed(0) * 2,
+                block_bytes=size,
+                runs=[Run(parent=hexed(0), hashes=[hexed(100 * at + n) for n in range(count)])],
+            )
+            for at, (size, count) in enumerate(parts)
+        ],
+    )
+    again = joined(pages_of(whole, page_bytes))
+    assert sizes_of(again) == sizes_of(whole)
+    assert len({part.block_bytes for part in again.parts}) == len(again.parts)
+
+
+def sizes_of(reply: SnapshotReply) -> dict[str, int]:
+    """The size of each block."""
+    return {
+        name: part.block_bytes for part in reply.parts for run in part.runs for name in run.hashes
+    }
+
+
 def asking(pages: SnapshotPages) -> Callable[[bytes], Awaitable[bytes]]:
     """The wire between asker and source."""
 
