@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kvbm_connectors.sglang.harmless import HARMLESS
 
-from tests.sglang.harness import PYTHON, ROOT
+from tests.sglang.harness import ENVIRON, PYTHON, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -82,10 +82,18 @@ from tests.sglang import hollow
 hollow.install()
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs, record_fields
+from kvbm_connectors.sglang.backend import is_late
+arguments = ServerArgs(model_path=sys.argv[1], device="cpu", hicache_storage_backend="dynamic")
+context = runtime_context.publish(arguments, role="scheduler")
+late = [is_late(arguments)]
+context.override("scheduler.detach_hicache", hicache_storage_backend=None)
+late.append(is_late(arguments))
 def key(lora): return get_hash_str([1, 2], storage_namespace_seed(lora, None))
 found = {
     "fields": [field.name for field in record_fields(ServerArgs)],
+    "late": late,
     "resolves": hasattr(ServerArgs, "resolved_dict"),
     "at_the_start": [key(LoRARef.deterministic_id("poet", "/srv/poet")) for _ in range(2)],
     "while_it_serves": [key(LoRARef(lora_name="poet", lora_path="/srv").lora_id) for _ in range(2)],
@@ -94,12 +102,22 @@ json.dump(found, ours); ours.flush(); os._exit(0)
 """
 
 
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def known() -> dict[str, Any]:
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What SGLang itself says."""
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(MODEL))
     found = subprocess.run(
-        [PYTHON, "-c", PROGRAM], stdout=subprocess.PIPE, check=True, cwd=ROOT, env=dict(os.environ)
-    ).stdout
+        [PYTHON, "-c", PROGRAM, model], stdout=subprocess.PIPE, check=True, cwd=ROOT,
+        env=dict(os.environ) | ENVIRON,
+    ).stdout  # fmt: skip
     answer: dict[str, Any] = json.loads(found)
     return answer
 
@@ -109,6 +127,13 @@ def test_every_argument_was_looked_at(known: dict[str, Any]) -> None:
     assert len(known["fields"]) > 500
     assert set(known["fields"]) - HARMLESS == set("".join(ENTERING).split())
     assert known["resolves"]
+
+
+def test_a_storage_that_is_attached_late_is_told_from_one_of_the_start(
+    known: dict[str, Any],
+) -> None:
+    """Weights may have been updated before the later one."""
+    assert known["late"] == [False, True]
 
 
 def test_page_keys_hold_an_adapter_s_id_and_not_its_content(known: dict[str, Any]) -> None:

@@ -146,7 +146,28 @@ def _revision(arguments: Any, named: str) -> str:
     import sglang
 
     version = str(getattr(sglang, "__version__", ""))
-    return revision_of(arguments, named=named, since_ns=process_start_ns(), version=version)
+    late = is_late(arguments)
+    if late and not named:
+        log.warning(
+            "attached while the engine serves, and its weights may have been updated: its pages "
+            "are found by this attachment alone, unless `revision` names the weights"
+        )
+    return revision_of(
+        arguments, named=named, since_ns=process_start_ns(), version=version, is_late=late
+    )
+
+
+def is_late(arguments: Any) -> bool:
+    """Tell whether a storage is attached to an engine that serves: SGLang notes its kind
+    afterwards, and at the engine's start before."""
+    if arguments is None:
+        return False
+    try:
+        from sglang.srt.runtime_context import get_memory
+
+        return not get_memory().hicache_storage_backend
+    except Exception:  # Another SGLang keeps it in its arguments.
+        return not getattr(arguments, "hicache_storage_backend", None)
 
 
 def _stream(arguments: Any, rank: int) -> Stream:

@@ -3,17 +3,28 @@
 A generation is a few random bytes in a file of the state directory, and part of every page's
 name. Another one, and nothing that was stored before is found again; eviction takes it. That is as
 fast for a terabyte as for nothing, and a page that is on its way in cannot come back.
+
+Who clears may have updated its weights, and is then no longer what its namespace says. Its next
+life, with the weights of its start, reads the same file. So the names of a process that has cleared
+hold that process as well.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 GENERATION_BYTES = 8
 DIRECTORY = "sglang"
+LIFE = secrets.token_bytes(8)
+"""Of this rank's process."""
+CLEARED: set[Path] = set()
+"""Generations that this process has ended: what it stores since is found by its life alone."""
 
 
 class Generation:
@@ -30,21 +41,29 @@ class Generation:
         any `clear`.
 
         Raises OSError when the file is there and cannot be read: what was cleared must not come
-        back.
+        back. A file that is lost begins another generation, for the same reason.
         """
         with self._lock:
+            is_own = self._path in CLEARED
             try:
                 found = os.stat(self._path)
             except FileNotFoundError:
-                self._stamp, self._value = None, b""
-                return b""
+                if self._stamp is None and not is_own:
+                    return b""
+                log.warning("%s is lost: nothing from before is found again", self._path)
+                self._begin()
+                found, self._stamp = os.stat(self._path), None
             stamp = (found.st_ino, found.st_mtime_ns)
             if stamp != self._stamp:
                 self._value, self._stamp = self._path.read_bytes(), stamp
-            return self._value
+            return self._value + LIFE if is_own else self._value
 
     def renew(self) -> None:
-        """Begin another one. Raises OSError."""
+        """Begin another one, and name this process in it. Raises OSError."""
+        CLEARED.add(self._path)
+        self._begin()
+
+    def _begin(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(f".{secrets.token_hex(4)}")
         draft.write_bytes(secrets.token_bytes(GENERATION_BYTES))

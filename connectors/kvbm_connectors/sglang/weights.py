@@ -83,14 +83,20 @@ def _has_foreign_code(arguments: Any) -> bool:
 
 
 def revision_of(
-    arguments: Any, *, named: str = "", since_ns: int = NEVER_NS, version: str = ""
+    arguments: Any,
+    *,
+    named: str = "",
+    since_ns: int = NEVER_NS,
+    version: str = "",
+    is_late: bool = False,
 ) -> str:
     """Return the weights by their content, and what changes what is computed with them.
 
     `named` is what an operator calls the model's weights, if their content cannot be read here.
     `since_ns` is when the engine's process began: adapters that were changed later are refused.
-    `version` is SGLang's. Empty when the arguments are not known. Raises UnreadableWeights when
-    their content is not.
+    `version` is SGLang's. `is_late`: the engine has served before, so that its weights may have
+    been updated, and each call draws another name. Empty when the arguments are not known. Raises
+    UnreadableWeights when their content is not.
     """
     if arguments is None:
         return named
@@ -103,7 +109,8 @@ def revision_of(
         found["lora"] = adapters
     if version:
         found["sglang"] = version
-    weights = named or _all_weights(arguments)
+    late = f"attached:{secrets.token_hex(8)}" if is_late else ""
+    weights = named or late or _all_weights(arguments)
     if not found:
         return weights
     text = json.dumps(found, sort_keys=True)

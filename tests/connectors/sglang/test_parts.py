@@ -12,7 +12,7 @@ import pytest
 from kvbm_common.errors import ConfigError
 from kvbm_common.memory.committed_table import CommittedTable
 from kvbm_connectors.client.weights import UnreadableWeights
-from kvbm_connectors.sglang import weights
+from kvbm_connectors.sglang import generation, weights
 from kvbm_connectors.sglang.generation import Generation
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
 from kvbm_connectors.sglang.known import Known
@@ -144,6 +144,15 @@ def test_dummy_weights_are_named_by_the_engine_s_life(monkeypatch: pytest.Monkey
     assert first == same != revision_of(arguments)
 
 
+def test_weights_may_be_others_when_a_storage_is_attached_late(tmp_path: Path) -> None:
+    """SGLang does not say that they were updated: each attachment has a name of its own, but where
+    an operator names them."""
+    found = [revision(tmp_path), *(revision(tmp_path, is_late=True) for _ in range(2))]
+    assert len(set(found)) == 3
+    named = [revision(tmp_path, named="poet", is_late=late) for late in (False, True)]
+    assert named == ["poet", "poet"]
+
+
 def test_the_file_of_scales_counts_by_content(tmp_path: Path) -> None:
     """It lies outside the model's directory."""
     (tmp_path / "model.safetensors").write_bytes(b"1")
@@ -184,10 +193,13 @@ HARMLESS: list[dict[str, Any]] = [
 ]
 
 
-def revision(path: Path, *, version: str = "", **changed: Any) -> str:
+def revision(
+    path: Path, *, version: str = "", named: str = "", is_late: bool = False, **changed: Any
+) -> str:
     """The revision of a model, with further arguments."""
     (path / "model.safetensors").write_bytes(b"1")
-    return revision_of(SimpleNamespace(model_path=str(path), **changed), version=version)
+    arguments = SimpleNamespace(model_path=str(path), **changed)
+    return revision_of(arguments, named=named, version=version, is_late=is_late)
 
 
 @pytest.mark.parametrize("changed", VITAL, ids=str)
@@ -223,7 +235,8 @@ def test_a_file_counts_by_content(tmp_path: Path, field: str) -> None:
     for place, content in (("a", "{}"), ("b", "{}"), ("b", "[]")):
         path = tmp_path / place
         path.write_text(content)
-        found.append(revision(tmp_path, **{field: str(path)}))
+        changed: dict[str, Any] = {field: str(path)}
+        found.append(revision(tmp_path, **changed))
     first, copy, other = found
     assert first == copy != other
 
@@ -294,24 +307,73 @@ def test_wrong_options_fail_the_attachment(extra: dict[str, Any]) -> None:
         Options.read(extra, {})
 
 
-def test_a_generation_is_seen_by_all_and_survives(tmp_path: Path) -> None:
+def another_process(monkeypatch: pytest.MonkeyPatch, life: bytes = bytes(8)) -> None:
+    """From now on: it has cleared nothing yet."""
+    monkeypatch.setattr(generation, "CLEARED", set())
+    monkeypatch.setattr(generation, "LIFE", life)
+
+
+def test_a_generation_is_seen_by_all_and_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1. None at first. 2. One engine clears, another one sees it. 3. So does a later one.
     4. Another namespace is not touched."""
-    ours, theirs = (Generation(tmp_path, b"a" * 32) for _ in range(2))
-    assert ours.read() == theirs.read() == b""
-    ours.renew()
+    theirs = Generation(tmp_path, b"a" * 32)
+    assert theirs.read() == b""
+    Generation(tmp_path, b"a" * 32).renew()
+    another_process(monkeypatch)
     first = theirs.read()
     assert len(first) == 8
-    assert ours.read() == first
-    theirs.renew()
-    assert first != ours.read() == theirs.read() == Generation(tmp_path, b"a" * 32).read()
+    Generation(tmp_path, b"a" * 32).renew()
+    another_process(monkeypatch)
+    assert first != theirs.read() == Generation(tmp_path, b"a" * 32).read()
     assert Generation(tmp_path, b"b" * 32).read() == b""
+
+
+def test_who_clears_is_found_by_its_own_life_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are updated, and it clears: neither its next life, with the weights of its start, nor
+    another engine names pages as it does; nor does one that is updated and clears as well."""
+    found = []
+    for life in (b"first...", b"another."):
+        another_process(monkeypatch, life)
+        engine = Generation(tmp_path, bytes(32))
+        engine.renew()
+        found += [engine.read(), Generation(tmp_path, bytes(32)).read()]
+        assert found[-1] == found[-2]
+    another_process(monkeypatch, b"next....")
+    found.append(Generation(tmp_path, bytes(32)).read())
+    assert len(set(found)) == 3
+    engine.renew()
+    assert engine.read() not in found
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_generation_that_is_lost_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    """Neither what was cleared comes back, nor what was stored since: others may have cleared it
+    meanwhile. Who has never seen one takes it for none."""
+    engine = Generation(tmp_path, bytes(32))
+    engine.renew()
+    if not is_own:
+        another_process(monkeypatch)
+    before = engine.read()
+    (path,) = (tmp_path / "sglang").iterdir()
+    path.unlink()
+    assert Generation(tmp_path, b"b" * 32).read() == b""
+    after = engine.read()
+    assert after not in (before, b"")
+    assert engine.read() == after
+    assert len(after) == len(before)
+    other = Generation(tmp_path, bytes(32))
+    assert other.read() == after
 
 
 def test_a_generation_that_cannot_be_read_is_not_none(tmp_path: Path) -> None:
     """What was cleared must not come back because a file cannot be read."""
-    generation = Generation(tmp_path, bytes(32))
-    generation.renew()
+    Generation(tmp_path, bytes(32)).renew()
     (path,) = (tmp_path / "sglang").iterdir()
     os.unlink(path)
     path.mkdir()
