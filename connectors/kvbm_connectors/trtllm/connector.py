@@ -89,6 +89,8 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         for warning in settings.warnings:
             log.warning("%s", warning)
         life = LIVES.of(self._llm_args)
+        namespace = namespace_of(self._llm_args, _version(), life.incarnation)
+        namespace = of_tenant(namespace, settings.tenant)
         try:
             keeper = PromiseKeeper(
                 settings.shm_dir, life.incarnation, int(settings.promise_gb * 1e9)
@@ -96,8 +98,6 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         except KvbmError as error:
             log.error("KVBM passes through: %s (%s)", error, error.code)
             return
-        namespace = namespace_of(self._llm_args, _version(), life.incarnation)
-        namespace = of_tenant(namespace, settings.tenant)
         news = threading.Event()
         world_size = int(self._llm_args.parallel_config.to_mapping().world_size)
         self._half = half = SchedulerHalf(

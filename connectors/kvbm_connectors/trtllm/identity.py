@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import threading
@@ -9,11 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.tier.parts import PARTS_MAX
 from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.weights import UnreadableWeights, label_of, resolve, revision_of
+from kvbm_connectors.trtllm.arguments import changes_of, plain
+from kvbm_connectors.trtllm.harmless import HARMLESS, HARMLESS_OF_CACHE
 from kvbm_connectors.trtllm.protocols import LlmArgs
 
 REPLAY_OFFSET = 1000
@@ -24,6 +28,8 @@ LIVES_MAX = 16
 
 CHECKPOINTS = ("hf", "mistral", "mistral_large_3")
 """Formats of checkpoints that are read from the model's files."""
+WHOLE_BLOCKS = ("skip_softmax",)
+"""Kinds of sparse attention that keep nothing beside the KV."""
 
 
 class Leader(Protocol):
@@ -90,16 +96,24 @@ def refusal_of(args: LlmArgs) -> str:
             mapping.world_size > PARTS_MAX,
         "attention data parallelism is not supported": bool(_get(args, "enable_attention_dp")),
         "beam search is not supported": (_get(args, "max_beam_width") or 1) > 1,
+        "sparse attention keeps more of a block than its KV (sparse_attention_config)":
+            _is_sparse(args),
+        "KV that is compressed or dropped afterwards is not supported "
+        "(kv_cache_compression_config)":
+            _get(args, "kv_cache_compression_config") is not None,
+        "KV in NVFP4 has its scales in pools of their own": _has_fp4_cache(args),
     }  # fmt: skip
     found = next((text for text, applies in refusals.items() if applies), "")
-    return found or _unreadable(args)
+    return found or _unnameable(args)
 
 
-def _unreadable(args: LlmArgs) -> str:
+def _unnameable(args: LlmArgs) -> str:
     try:
-        _revision(args, "")
+        namespace_of(args, "", "")
     except UnreadableWeights as error:
         return f"the weights are not known: {error}"
+    except KvbmError as error:  # The engine goes on without us, whatever is not to be named.
+        return f"{error} ({error.code})"
     return ""
 
 
@@ -133,9 +147,15 @@ def _revision(args: LlmArgs, life: str) -> str:
     draft = _draft_of(_get(args, "speculative_config"))
     if draft and not weights.startswith("dummy"):
         weights += f"/{revision_of(resolve(draft))}"
-    names = ("max_seq_len", "speculative_config", "model_kwargs", "checkpoint_format")
-    changes = [f"{name}={_stable(value)}" for name in names if (value := _get(args, name))]
-    return "+".join([weights, load_format_of(args), *changes])
+    changes = {
+        "": changes_of(args, HARMLESS),
+        "kv_cache_config": changes_of(args.kv_cache_config, HARMLESS_OF_CACHE),
+        "quant_config": plain(_get(args, "quant_config")),
+        "lora_dir": [revision_of(resolve(str(path))) for path in _adapters_of(args)],
+    }
+    text = json.dumps(changes, sort_keys=True)
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return "+".join([weights, load_format_of(args), digest])
 
 
 def _weights(args: LlmArgs, life: str) -> str:
@@ -169,14 +189,39 @@ def _draft_of(speculative: object) -> str:
     return next((str(found) for name in names if (found := _get(speculative, name))), "")
 
 
-def _stable(value: Any) -> str:
-    """Return a part of the arguments as text, the same in every process: no address may be in
-    it."""
-    if hasattr(value, "model_dump_json"):
-        return str(value.model_dump_json())
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True, default=lambda one: type(one).__qualname__)
-    return str(value) if isinstance(value, int | float | str) else type(value).__qualname__
+def _adapters_of(args: LlmArgs) -> list[object]:
+    """Return the adapters of the start: their embeddings serve every request."""
+    return list(_get(_get(args, "lora_config"), "lora_dir") or ())
+
+
+def _is_sparse(args: LlmArgs) -> bool:
+    """Tell whether a block has more than its KV: an indexer's keys, for one. Skip-softmax has not;
+    DeepSeek's models have it without an argument."""
+    config = _get(args, "sparse_attention_config")
+    if config is not None and str(_get(config, "algorithm")) not in WHOLE_BLOCKS:
+        return True
+    return "index_topk" in _file_of(args, "config.json")
+
+
+def _has_fp4_cache(args: LlmArgs) -> bool:
+    """Tell whether the cache, by the arguments or by the checkpoint, is in NVFP4."""
+    checkpoint = _file_of(args, "hf_quant_config.json").get("quantization")
+    kinds = [
+        args.kv_cache_config.dtype,
+        _get(_get(args, "quant_config"), "kv_cache_quant_algo"),
+        checkpoint.get("kv_cache_quant_algo") if isinstance(checkpoint, dict) else None,
+    ]
+    return any("FP4" in _text(kind).upper() for kind in kinds)
+
+
+def _file_of(args: LlmArgs, name: str) -> dict[str, Any]:
+    """Return a description beside the model's weights; empty without one."""
+    try:
+        path = resolve(str(args.model), _get(args, "revision")) / name
+        found = json.loads(path.read_bytes())
+    except (KvbmError, OSError, ValueError):
+        return {}  # Weights that cannot be read are refused elsewhere.
+    return found if isinstance(found, dict) else {}
 
 
 def stream_of(args: LlmArgs, life: Life, namespace: Namespace, port: int | None) -> Attach:

@@ -25,7 +25,8 @@ DEFAULT_PRIORITY = 35
 class Request(Protocol):
     """`LlmRequest` as the C++ manager hands it over (cpp/tensorrt_llm/nanobind/batch_manager/
     bindings.cpp). Read if they are there: `cache_salt`, `cache_salt_id`, `lora_task_id`,
-    `multimodal_hashes`, `multimodal_positions`, `prompt_vocab_size`, `is_dummy_request`."""
+    `is_dummy_request`, and the fields that tracked.py lists; `py_multimodal_data` is Python's
+    (_torch/pyexecutor/llm_request.py)."""
 
     @property
     def request_id(self) -> int: ...
@@ -97,8 +98,7 @@ class KvCacheConfig(Protocol):
 
 
 class LlmArgs(Protocol):
-    """`TorchLlmArgs` (the same file). Read if they are there: `revision`, `dtype`, `quant_config`,
-    `attn_backend`, `enable_attention_dp`, `max_beam_width`."""
+    """`TorchLlmArgs` (the same file). All that is set is read, but for what harmless.py lists."""
 
     @property
     def model(self) -> object:

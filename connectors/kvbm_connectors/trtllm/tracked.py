@@ -11,6 +11,14 @@ from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash, request
 from kvbm_connectors.core.messages import OfferRun
 from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, Request
 
+MULTIMODAL = (
+    "multimodal_hashes", "multimodal_positions", "multimodal_embedding", "mrope_rotary_cos_sin",
+    "py_multimodal_data",
+)  # fmt: skip
+"""Fields of a request with images or sound. There are no hashes where the engine could not make
+them: the placeholders in its tokens are those of every other image then."""
+PROMPT_TUNING = ("prompt_vocab_size", "prompt_embedding_table")
+
 
 def refusal_of_request(request: Request) -> str:
     """Return why the blocks of a request have no names: something gives its tokens another meaning.
@@ -19,11 +27,15 @@ def refusal_of_request(request: Request) -> str:
         return "dummy"
     if getattr(request, "lora_task_id", None) is not None:
         return "lora"  # A number, which means another adapter in the next engine.
-    if getattr(request, "multimodal_positions", None) or getattr(
-        request, "multimodal_hashes", None
-    ):
+    if any(_has(request, name) for name in MULTIMODAL):
         return "multimodal"
-    return "prompt_tuning" if getattr(request, "prompt_vocab_size", None) else ""
+    return "prompt_tuning" if any(_has(request, name) for name in PROMPT_TUNING) else ""
+
+
+def _has(request: Request, name: str) -> bool:
+    """Tell whether a field is set; none may also be 0, or an empty list or dictionary."""
+    value = getattr(request, name, None)
+    return bool(value) if isinstance(value, int | list | dict) else value is not None
 
 
 def extras_of(request: Request) -> dict[int, Extras]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.tier.parts import ONE_PART, Grid
 from kvbm_connectors.core.messages import Load
 from kvbm_connectors.trtllm import __all__ as names
+from kvbm_connectors.trtllm.arguments import plain
 from kvbm_connectors.trtllm.identity import (
     Life,
     Lives,
@@ -165,6 +167,138 @@ def test_what_makes_bytes_differ_is_in_the_namespace(tmp_path: Path) -> None:
     assert kinds[3].quantisation == "FP8"
 
 
+@dataclass
+class Config:
+    """One of the engine's own, as of `sparse_attention_config`."""
+
+    algorithm: str = "skip_softmax"
+    threshold: float | None = None
+
+
+def digest_of(**changed: Any) -> bytes:
+    """The digest of a namespace, with some arguments set."""
+    args = args_of()
+    for field, value in changed.items():
+        setattr(args, field, value)
+    return namespace_of(args, "1.2.1", LIFE).digest
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sparse_attention_config": Config()}, {"sparse_attention_config": Config(threshold=3.0)},
+        {"force_dynamic_quantization": True}, {"allreduce_strategy": "LOWPRECISION"},
+        {"moe_config": Config("CUTLASS")}, {"of_a_later_release": False},
+        {"env_overrides": {"TRTLLM_X": "1"}}, {"model_kwargs": {"rope_theta": 1.0}},
+        {"quant_config": Config("exclude")}, {"load_format": "dummy", "enable_min_latency": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_enter_the_name(changed: dict[str, Any]) -> None:
+    """Each changes what a block holds, or may; so does one that nobody has looked at."""
+    assert digest_of(**changed) != digest_of()
+
+
+def test_arguments_of_the_cache_enter_the_name() -> None:
+    cache, other = KvCacheConfig(), KvCacheConfig()
+    vars(other)["sink_token_length"] = 4
+    assert digest_of(kv_cache_config=cache) != digest_of(kv_cache_config=other)
+    vars(cache)["free_gpu_memory_fraction"] = 0.5
+    assert digest_of(kv_cache_config=cache) == digest_of()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_batch_size": 8, "max_num_tokens": 64}, {"mpi_session": object()},
+        {"tokenizer": object(), "tokenizer_mode": "slow"}, {"sleep_config": None},
+        {"cuda_graph_config": Config("decode")}, {"of_a_later_release": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_harmless_arguments_do_not(changed: dict[str, Any]) -> None:
+    """Sizes, processes, tokens' texts, and what is not set."""
+    assert digest_of(**changed) == digest_of()
+
+
+def test_a_value_has_one_text_in_every_process(tmp_path: Path) -> None:
+    """Of an object that is no configuration only its type enters, and sets have no order."""
+    value = {"a": LoadFormat.AUTO, "b": (tmp_path, None), "c": {"y", "x"}, "d": Lives(),
+             "e": Config(threshold=1.5)}  # fmt: skip
+    assert plain(value) == {
+        "a": "AUTO", "b": [str(tmp_path), None], "c": ['"x"', '"y"'], "d": "Lives",
+        "e": {"": "Config", "algorithm": "skip_softmax", "threshold": 1.5},
+    }  # fmt: skip
+
+
+def test_long_arguments_have_a_short_name() -> None:
+    """A model's factors of its positions, for one: they had ended the engine's start."""
+    scaling = [{"long_factor": [factor + n / 7 for n in range(1_000)]} for factor in (1.0, 2.0)]
+    first, other = (digest_of(model_kwargs={"rope_scaling": found}) for found in scaling)
+    assert first != other
+
+
+def test_an_engine_that_cannot_be_named_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a namespace refuses, the engine starts."""
+    args = replace(args_of(), attn_backend="x" * 5_000)
+    with installed():
+        module = importlib.import_module("kvbm_connectors.trtllm")
+        leader, worker = module.KvbmConnectorLeader(args), module.KvbmConnectorWorker(args)
+        assert "layout has" in caplog.text
+        assert leader.get_num_new_matched_tokens(LlmRequest(1, [1, 2], [3]), 0) == (0, False)
+        worker.register_kv_caches(Tensor(2))
+
+
+def test_adapters_of_the_start_count_by_content(tmp_path: Path) -> None:
+    """Their embeddings serve every request."""
+    found = set()
+    for content in (b"1", b"2"):
+        (tmp_path / "adapter.safetensors").write_bytes(content)
+        found.add(digest_of(lora_config=SimpleNamespace(lora_dir=[str(tmp_path)])))
+    assert len(found) == 2
+    args = args_of()
+    vars(args)["lora_config"] = SimpleNamespace(lora_dir=["/nowhere"])
+    assert "weights are not known" in refusal_of(args)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"sparse_attention_config": Config("dsa")}, "sparse attention"),
+        ({"sparse_attention_config": Config("rocket")}, "sparse attention"),
+        ({"kv_cache_compression_config": Config("evict")}, "compressed"),
+        ({"kv_cache_config": KvCacheConfig(dtype="nvfp4")}, "NVFP4"),
+        ({"quant_config": SimpleNamespace(kv_cache_quant_algo="NVFP4")}, "NVFP4"),
+    ],
+    ids=str,
+)
+def test_blocks_of_which_there_is_more_are_refused(changed: dict[str, Any], text: str) -> None:
+    """Scales or an indexer's keys are in pools that are not lent."""
+    args = args_of()
+    vars(args).update(changed)
+    assert text in refusal_of(args)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("config.json", {"index_topk": 2048}, "sparse attention"),
+        ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "NVFP4"),
+        ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}, ""),
+        ("config.json", [], ""),
+    ],
+)
+def test_a_checkpoint_says_what_else_a_block_has(
+    tmp_path: Path, name: str, content: object, text: str
+) -> None:
+    """Without an argument of the engine."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / name).write_text(json.dumps(content))
+    refusal = refusal_of(replace(args_of(), model=tmp_path, load_format=LoadFormat.AUTO))
+    assert text in refusal
+    assert bool(text) == bool(refusal)
+
+
 @pytest.mark.parametrize("load_format", ["dummy", LoadFormat.DUMMY])
 def test_dummy_weights_are_named_by_the_engine_s_life(load_format: object) -> None:
     """Each life draws its own, or is given others later; all of its ranks agree on the life."""
@@ -246,12 +380,28 @@ def test_requests_whose_tokens_mean_something_else_are_refused() -> None:
         ("lora_task_id", "lora"),
         ("multimodal_positions", "multimodal"),
         ("multimodal_hashes", "multimodal"),
+        ("multimodal_embedding", "multimodal"),
+        ("mrope_rotary_cos_sin", "multimodal"),
+        ("prompt_embedding_table", "prompt_tuning"),
         ("prompt_vocab_size", "prompt_tuning"),
         ("is_dummy_request", "dummy"),
     ):
         request: Any = SimpleNamespace(**{field: [1]})
         assert refusal_of_request(request) == reason
     assert refusal_of_request(LlmRequest(1, [1], [])) == ""
+
+
+def test_images_without_hashes_are_refused() -> None:
+    """The engine could not make them: the tokens are those of any other image. A tensor has no
+    truth of its own."""
+    image: Any = SimpleNamespace(multimodal_hashes=None, py_multimodal_data={"image": {"x": 1}})
+    assert refusal_of_request(image) == "multimodal"
+    tensor: Any = SimpleNamespace(multimodal_embedding=np.zeros(2))
+    assert refusal_of_request(tensor) == "multimodal"
+    text: Any = SimpleNamespace(
+        multimodal_hashes=[], py_multimodal_data={}, multimodal_embedding=None, prompt_vocab_size=0
+    )
+    assert refusal_of_request(text) == ""
 
 
 @given(st.lists(st.none() | st.integers(0, 100)), st.integers(0, 100))
