@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from kvbm_common.checksum import unpack_sums
@@ -146,22 +146,28 @@ class WorkerSide:
         self, device: DeviceReader, request: int, target: Places, source: Places
     ) -> None:
         """Wait for the copy, which begins behind whatever the engine computes by now."""
+        gpu = self._gpu
+        assert gpu is not None
         read = device.read(target.spans, source.spans, deadline_s=COPY_DEADLINE_S)
         try:
             read.result(2 * COPY_DEADLINE_S)
         except (KvbmError, TimeoutError) as error:
             late = getattr(error, "settling", None) or read
-            late.add_done_callback(lambda _: self._clear(target))
+            late.add_done_callback(lambda _: self._zero(gpu.clear, target))
             raise PromiseBroken(f"request {request}: {error!r}") from error
 
     def _clear(self, target: Places) -> None:
         """Zero what was refused: no byte that failed its checksum stays in device memory."""
+        gpu, summer = self._gpu, self._summer
+        if gpu is None or summer is None:
+            self._zero(clear, target)
+        else:  # Not in the engine's own thread, which may capture graphs.
+            wait([summer.submit(self._zero, gpu.clear, target)], COPY_DEADLINE_S)
+
+    def _zero(self, zero: Callable[[Places], object], target: Places) -> None:
         self.counts["cleared_blocks"] += len(target.addresses)
         try:
-            if self._gpu is None:
-                clear(target)
-            else:
-                self._gpu.clear(target)
+            zero(target)
         except KvbmError as error:  # A GPU that is lost takes the engine with it.
             log.warning("%d blocks could not be zeroed: %s", len(target.addresses), error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -609,6 +610,44 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
             side.close()
         memory.close()
         keeper.close()
+
+
+def test_refused_bytes_are_zeroed_in_a_thread_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's own keeps its way of capturing graphs, which ours change."""
+    settings = Settings.load({}, {"shm_dir": tmp_path, "runtime_dir": tmp_path})
+    life, size = Life("0" * 16, args_of()), PART_BYTES
+    with Arena.create(tmp_path, "arena", size) as arena:
+        arena.array[:] = 7
+        sums = part_checksums(arena.view(0, size), ONE_PART)
+        keeper = PromiseKeeper(tmp_path, life.incarnation, 1 << 16)
+        load = Load(
+            request="r", epoch=1, lease=1, slots=(0,), blocks=(0,), hashes=(name(1),),
+            checksums=(sums,), block_bytes=size, deadline_ms=1 << 60,
+        )  # fmt: skip
+        assert keeper.room(size)
+        kept = keeper.keep(load, 1, arena, size)
+    runtime = FakeRuntime(seed=1)
+    side, tensor = WorkerSide(life, NAMESPACE, settings), GpuPool(runtime)
+    side.register(regions_of_tensor(tensor), partial(Gpu, runtime))
+    threads, enter = [], FakeRuntime.enter
+
+    def entered(self: FakeRuntime) -> None:
+        threads.append(threading.current_thread())
+        enter(self)
+
+    monkeypatch.setattr(FakeRuntime, "enter", entered)
+    tensor.memory[:] = 1
+    wrong = PromisedLoad(7, kept.slots, (3,), (sums[::-1],))
+    with pytest.raises(PromiseBroken, match="not what was promised"):
+        side.start(PromisePlan(1, keeper.slot_bytes, (wrong,)))
+    assert not tensor.memory.reshape(5, -1)[3].any()
+    assert side.counts["cleared_blocks"] == 1
+    assert threads
+    assert threading.current_thread() not in threads
+    side.close()
+    keeper.close()
 
 
 @pytest.mark.parametrize(
