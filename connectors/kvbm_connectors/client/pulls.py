@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -108,10 +109,12 @@ class Pulls:
         """
         error = future.exception()
         if isinstance(error, TransferError) and error.settling is not None:
-            error.settling.add_done_callback(
-                lambda _: self._verifier.submit(self._chunk_ended, pulling, chunk, future)
-            )
+            error.settling.add_done_callback(lambda _: self._submit(pulling, chunk, future))
         else:
+            self._submit(pulling, chunk, future)
+
+    def _submit(self, pulling: _Pulling, chunk: slice, future: Future[Brought]) -> None:
+        with contextlib.suppress(RuntimeError):  # A copy may land after `close`.
             self._verifier.submit(self._chunk_ended, pulling, chunk, future)
 
     def _chunk_ended(self, pulling: _Pulling, chunk: slice, future: Future[Brought]) -> None:

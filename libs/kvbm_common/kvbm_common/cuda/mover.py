@@ -26,6 +26,7 @@ import numpy as np
 from kvbm_common.cuda.copies import Copies, Plan, plan
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, Runtime, put
+from kvbm_common.cuda.stream_end import LATE_POLL_S, StreamEnd
 from kvbm_common.errors import KvbmError
 from kvbm_common.nixl.transfers import (
     MoverBusy,
@@ -73,11 +74,11 @@ class _Wave:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A table in pinned memory, the same on the device, and the event of the wave that uses it."""
+    """A table in pinned memory, the same on the device, and the end of the wave that uses it."""
 
     staging: np.ndarray
     table: int
-    event: int
+    end: StreamEnd
     wave: _Wave | None = None
 
 
@@ -107,6 +108,7 @@ class DeviceMover:
         self._jobs = 0
         self._work = threading.Condition()
         self._closing = False
+        self._over: Future[None] = Future()
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name=f"device-{name}", daemon=True
@@ -134,14 +136,17 @@ class DeviceMover:
         self._end_events(job)
         return job.future
 
-    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
-        """Fail what waits, let what is in flight land, and end the thread. A copy that outlives
-        the deadline is not settled: keep its memory."""
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> Future[None]:
+        """Fail what waits, let what is in flight land, and end the thread.
+
+        A copy may outlive the deadline: keep all memory until the future ends. The thread settles
+        the copy, and ends then.
+        """
         with self._work:
             self._closing = True
-            self._close_by = time.monotonic() + timeout_s
             self._work.notify()
-        self._thread.join(timeout_s + 1.0)
+        self._thread.join(timeout_s)
+        return self._over
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -166,7 +171,7 @@ class DeviceMover:
     def _slot(self) -> _Slot:
         staging = self._runtime.pinned(TABLE_ROWS * ROW_BYTES)
         table = self._runtime.allocate(TABLE_ROWS * ROW_BYTES)
-        return _Slot(staging, table, self._runtime.event())
+        return _Slot(staging, table, StreamEnd(self._runtime, self._stream))
 
     def _has_work(self) -> bool:
         return bool(self._divided or self._waiting)
@@ -251,11 +256,8 @@ class DeviceMover:
             runtime.copy(target, source, length, stream)  # Last: it may hold this thread up.
 
     def _launched(self, slot: _Slot) -> None:
-        """Record the end of a wave, even of one that failed half-way: that of its last copy."""
-        try:
-            self._runtime.record(slot.event, self._stream)
-        except CudaError as error:
-            log.error("the device does not take events any more: %s", error)
+        """Mark the end of a wave, even of one that failed half-way: that of its last copy."""
+        slot.end.mark()
         self._flying.append(slot)
 
     def _look(self) -> None:
@@ -273,7 +275,7 @@ class DeviceMover:
 
     def _is_done(self, slot: _Slot) -> bool:
         try:
-            return self._runtime.is_done(slot.event)
+            return slot.end.has_come()
         except CudaError as error:  # A broken context copies nothing any more.
             assert slot.wave is not None
             self._fail(slot.wave.job, TransferFailed, str(error))
@@ -310,12 +312,13 @@ class DeviceMover:
         for slot in self._flying:
             assert slot.wave is not None
             self._fail(slot.wave.job, MoverClosed, "the mover was closed in mid-transfer")
-        while self._flying and time.monotonic() < self._close_by:
+        close_by = time.monotonic() + CLOSE_DEADLINE_S
+        while self._flying:  # What is in flight uses all of it.
             self._look()
-            time.sleep(POLL_S)
-        if self._flying:
-            return  # What is in flight uses all of it.
-        for slot in self._slots:
-            self._runtime.end_event(slot.event)
-            self._runtime.free(slot.table)
-        self._runtime.end_stream(self._stream)
+            time.sleep(POLL_S if time.monotonic() < close_by else LATE_POLL_S)
+        with contextlib.suppress(CudaError):  # A broken context has nothing to give back.
+            for slot in self._slots:
+                slot.end.close()
+                self._runtime.free(slot.table)
+            self._runtime.end_stream(self._stream)
+        self._over.set_result(None)

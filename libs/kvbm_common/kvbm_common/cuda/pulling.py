@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvbm_common.cuda.copies import Copies, OutsideWindows, Window, through
 from kvbm_common.cuda.lending import DeviceMemory
 from kvbm_common.cuda.measure import choose, describe, measure
-from kvbm_common.cuda.mover import DeviceMover
+from kvbm_common.cuda.mover import CLOSE_DEADLINE_S, DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, CupyRuntime, Runtime
 from kvbm_common.nixl.spans import Spans
@@ -104,14 +104,24 @@ class DevicePuller:
         if is_idle:
             _close(peer)
 
-    def close(self) -> None:
-        """End the movers, and give the arena's pages back."""
-        for device in self._devices.values():
-            device.mover.close()
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> Future[None]:
+        """End the movers, and give the arena's pages back. A copy may outlive this call: keep the
+        arena until the future ends."""
+        movers = [device.mover.close(timeout_s) for device in self._devices.values()]
         for name in list(self._peers):
             self.detach(name)
+        over: Future[None] = Future()
+        self._release(movers, over)
+        return over
+
+    def _release(self, movers: list[Future[None]], over: Future[None]) -> None:
+        """Unpin the arena when all movers are over, in the thread of the last one."""
+        if movers:
+            movers[0].add_done_callback(lambda _: self._release(movers[1:], over))
+            return
         if self._pinning is not None:
             self._pinning.close()
+        over.set_result(None)
 
     def _device(self, bus_id: str) -> _Device:
         """Return the device, with a mover of its own. The first one pins the arena for all."""

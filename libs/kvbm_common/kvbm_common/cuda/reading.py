@@ -18,7 +18,7 @@ import numpy as np
 from kvbm_common.cuda.copies import Copies, Lent, OutsideWindows, Window, through
 from kvbm_common.cuda.device_sums import DeviceSums, sums_are_right
 from kvbm_common.cuda.measure import choose, describe, measure
-from kvbm_common.cuda.mover import DeviceMover
+from kvbm_common.cuda.mover import CLOSE_DEADLINE_S, DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, Runtime
 from kvbm_common.cuda.stream_end import WAIT_DEADLINE_S, StreamEnd
@@ -265,8 +265,11 @@ class DeviceReader:
         copies = Copies.of(target.rows[:, 0], ours, target.rows[:, 1])
         return self._mover.move(copies, deadline_s=deadline_s, after=[fence])
 
-    def close(self) -> None:
-        """Close mover, pinning and arena; reads that were asked for before end first."""
-        self._mover.close()
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
+        """Close mover, pinning and arena; reads that were asked for before end first, however late:
+        the last one to land closes what it has used."""
+        self._mover.close(timeout_s).add_done_callback(lambda _: self._release())
+
+    def _release(self) -> None:
         self._pinning.close()
         self._arena.close()

@@ -120,8 +120,7 @@ class Puller:
             self.info = NO_ARENA
             for mover, registration in zip(self.movers, self._registrations, strict=True):
                 mover.deregister(registration).result(CALL_DEADLINE_S)
-            self._close_devices()
-            self._arena.close()
+            _close_after(self._close_devices(), self._arena)
             self._arena = None
         arena = Arena.create(
             self._shm_dir, f"{self._name}-arena", size_bytes, setting=setting, stop=self._stop
@@ -157,11 +156,11 @@ class Puller:
         self.stop_making()
         for mover in self.movers:
             mover.close()  # Ends every read, so that nothing is submitted after it.
-        self._close_devices()
+        over = self._close_devices()
         self._summer.shutdown(wait=True)
         with self._making:
             if self._arena is not None:
-                self._arena.close()
+                _close_after(over, self._arena)
 
     async def attach(self, effect: AttachPeer) -> PeerAttached | PeerFailed:
         """Learn where a worker's memory is."""
@@ -196,10 +195,14 @@ class Puller:
             self._on_gpu[peer] = memory.device
             log.warning("%s cannot be read by CUDA, using NIXL: %s", peer, error)
 
-    def _close_devices(self) -> None:
-        if self._device_puller is not None:
-            self._device_puller.close()
-            self._device_puller = None
+    def _close_devices(self) -> Future[None]:
+        """End the pulls from GPUs. A copy may be late: keep the arena until the future ends."""
+        puller, self._device_puller = self._device_puller, None
+        if puller is not None:
+            return puller.close()
+        over: Future[None] = Future()
+        over.set_result(None)
+        return over
 
     def detach(self, peer: str) -> None:
         """Forget a worker's memory."""
@@ -330,6 +333,10 @@ class Puller:
 def _pieces_of(part: PullPart) -> RankPieces:
     """Return the pieces of a rank, which every pull from it has."""
     return RankPieces(part.regions, part.share)
+
+
+def _close_after(over: Future[None], arena: Arena) -> None:
+    over.add_done_callback(lambda _: arena.close())
 
 
 def _populated(done: Future[None]) -> None:

@@ -16,6 +16,7 @@ from kvbm_common.cuda.runtime import CudaError, CudaUnavailable
 from kvbm_common.nixl.transfers import MoverClosed, TransferFailed, TransferTimeout
 
 from tests.gpu.fake_runtime import FakeRuntime
+from tests.waiting import wait_for
 
 DEADLINE_S = 10.0
 SIZE = 1 << 16
@@ -231,7 +232,7 @@ def test_a_closed_mover_says_so(
     runtime = FakeRuntime(moves=False)
     mover = make(runtime, movers)
     jobs = [mover.move(pieces(host, device, 64, 4), deadline_s=DEADLINE_S) for _ in range(9)]
-    mover.close(0.05)
+    over = mover.close(0.05)
     fence = runtime.event()
     late = mover.move(pieces(host, device, 64, 4), deadline_s=DEADLINE_S, after=[fence])
     assert ("end_event", fence) in runtime.calls
@@ -239,6 +240,54 @@ def test_a_closed_mover_says_so(
     for job in jobs:
         with pytest.raises(MoverClosed):
             job.result(DEADLINE_S)
+    runtime.moves = True
+    over.result(DEADLINE_S)
+
+
+def test_what_outlives_a_close_lands_and_is_settled(
+    memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
+) -> None:
+    """Until then its table is kept, and the close is not over."""
+    host, device = memory
+    runtime = FakeRuntime(moves=False)
+    mover = make(runtime, movers)
+    moved = mover.move(pieces(host, device, 64, 4), deadline_s=DEADLINE_S)
+    wait_for(moved.running)
+    over = mover.close(0.01)
+    with pytest.raises(MoverClosed) as raised:
+        moved.result(DEADLINE_S)
+    assert (raised.value.settled, over.done(), names(runtime, "free")) == (False, False, [])
+    runtime.moves = True
+    assert raised.value.settling is not None
+    raised.value.settling.result(DEADLINE_S)
+    assert device[:256].all()
+    over.result(DEADLINE_S)
+    assert runtime.memory == {}
+
+
+def test_a_copy_whose_end_cannot_be_recorded_has_not_ended(
+    memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
+) -> None:
+    """CUDA takes no event for a moment: it is asked again."""
+
+    class Refuses(FakeRuntime):
+        refuses = True
+
+        def record(self, event: int, stream: int) -> None:
+            if self.refuses:
+                self.calls.append(("refused", event))
+                raise CudaError("cudaErrorMemoryAllocation: out of memory")
+            super().record(event, stream)
+
+    host, device = memory
+    runtime = Refuses(moves=False)
+    mover = make(runtime, movers)
+    moved = mover.move(pieces(host, device, 64, 4), deadline_s=DEADLINE_S)
+    wait_for(lambda: len(names(runtime, "refused")) > 1 or moved.done())
+    assert not moved.done()
+    runtime.moves, runtime.refuses = True, False
+    assert moved.result(DEADLINE_S).bytes == 256
+    assert device[:256].all()
 
 
 def test_the_engine_is_chosen_where_it_stays_fast_enough() -> None:

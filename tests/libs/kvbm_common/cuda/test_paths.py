@@ -18,7 +18,13 @@ from kvbm_common.cuda.reading import DeviceReader, Gpu
 from kvbm_common.cuda.runtime import Allocation, CudaError, CudaUnavailable
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.spans import Spans
-from kvbm_common.nixl.transfers import BadPeerMetadata, PeerLost, TransferFailed, TransferTimeout
+from kvbm_common.nixl.transfers import (
+    BadPeerMetadata,
+    MoverClosed,
+    PeerLost,
+    TransferFailed,
+    TransferTimeout,
+)
 from kvbm_common.tier.parts import ONE_PART, Grid, Share, share_of_rank
 from kvbm_common.wire.local import Region
 
@@ -168,12 +174,23 @@ def test_a_workers_memory_stays_open_while_it_is_read(
 def test_the_arena_is_pinned_with_the_first_worker(
     runtime: FakeRuntime, arena: Arena, puller: DevicePuller
 ) -> None:
-    """Once, and given back at the end."""
+    """Once, and given back behind the last copy."""
     assert runtime.registered == {}
     for name in ("ada", "bob"):
         puller.attach(name, export(runtime, Cache(runtime).regions))
     wait_for(lambda: runtime.registered == {arena.address: arena.bytes})
-    puller.close()
+    runtime.moves = False
+    cache = Cache(runtime)
+    puller.attach("eve", export(runtime, cache.regions))
+    late = puller.read(
+        "eve", slots(cache, arena.address, [0]), cache.spans([4]), deadline_s=DEADLINE_S
+    )
+    wait_for(late.running)
+    over = puller.close(0.01)
+    assert isinstance(late.exception(DEADLINE_S), MoverClosed)
+    assert (over.done(), len(runtime.registered)) == (False, 1)
+    runtime.moves = True
+    over.result(DEADLINE_S)
     assert runtime.registered == {}
 
 
@@ -258,6 +275,28 @@ def test_a_read_waits_for_the_engines_stream(runtime: FakeRuntime, arena: Arena)
     assert event == fence
     assert waiting != compute
     reader.close()
+
+
+def test_the_arena_is_kept_for_a_read_that_outlives_the_close(
+    runtime: FakeRuntime, arena: Arena
+) -> None:
+    """Pinned and mapped until the copy has landed, whose caller hears of that."""
+    cache = Cache(runtime)
+    arena.array[:] = 3
+    reader = DeviceReader(Gpu(runtime), arena_path=arena.path, arena_address=THEIRS)
+    wait_for(lambda: sum(runtime.registered.values()) == arena.bytes)
+    runtime.moves = False
+    read = reader.read(cache.spans([1]), slots(cache, THEIRS, [0]), deadline_s=DEADLINE_S)
+    wait_for(read.running)
+    reader.close(0.01)
+    with pytest.raises(MoverClosed) as raised:
+        read.result(DEADLINE_S)
+    assert sum(runtime.registered.values()) == arena.bytes
+    runtime.moves = True
+    assert raised.value.settling is not None
+    raised.value.settling.result(DEADLINE_S)
+    assert (cache.pieces[:, 1] == 3).all()
+    wait_for(lambda: runtime.registered == {})
 
 
 def test_an_engine_that_captures_a_graph_is_not_disturbed(
