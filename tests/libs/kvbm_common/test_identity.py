@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from kvbm_common.identity import (
     BLOCK_TOKENS_MAX,
     FORMAT,
+    HASH_BYTES,
     NUMBER_MAX,
     TEXT_MAX,
     Extras,
@@ -312,7 +314,31 @@ def test_a_partial_packed_hash_is_refused() -> None:
         unpack_hashes(bytes(31))
 
 
+def test_unpacking_lists_of_many_lengths_keeps_no_memory() -> None:
+    """A struct for each length would be kept: 32 bytes for each hash of it."""
+    kept: list[int] = []
+    tracemalloc.start()
+    try:
+        for length in range(2000, 2040):
+            packed = b"".join(number.to_bytes(HASH_BYTES) for number in range(length))
+            assert [int.from_bytes(one) for one in unpack_hashes(packed)] == [*range(length)]
+            kept.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert kept[-1] - kept[0] < 1_000_000
+
+
 # --- round trips ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 511, 512, 513])
+def test_packed_hashes_of_any_count_keep_their_order(
+    kind: type[bytes | bytearray], count: int
+) -> None:
+    """Around the number that is unpacked at once."""
+    hashes = [SequenceHash(number.to_bytes(HASH_BYTES)) for number in range(count)]
+    assert unpack_hashes(kind(pack_hashes(hashes))) == hashes
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16), max_size=20))

@@ -289,14 +289,15 @@ def unpack(names: SubjectNames, message: PackedEvents) -> Iterator[Event]:
 def runs_of_events(part: StoredPart) -> Iterator[list[tuple[bytes, bytes]]]:
     """Yield the runs of each event of a part: parent, and blocks back to back."""
     runs = iter(part.runs)
-    parent, rest = b"", b""
+    parent, hashes, at = b"", b"", 0
     for size in part.sizes:
         wanted, found = size * HASH_BYTES, list[tuple[bytes, bytes]]()
         while wanted:
-            if not rest:
+            if at == len(hashes):
                 run = next(runs)
-                parent, rest = run.parent, run.hashes
-            taken, rest = rest[:wanted], rest[wanted:]
+                parent, hashes, at = run.parent, run.hashes, 0
+            taken = hashes[at : at + wanted]
+            at += len(taken)
             found.append((parent, taken))
             parent, wanted = taken[-HASH_BYTES:], wanted - len(taken)
         yield found

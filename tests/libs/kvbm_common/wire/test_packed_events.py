@@ -25,11 +25,14 @@ from kvbm_common.wire.events import (
 from kvbm_common.wire.packed_events import (
     Packable,
     PackedEvents,
+    PackedRun,
+    StoredPart,
     block_count,
     can_pack,
     events_on,
     pack,
     packed_subject,
+    runs_of_events,
 )
 
 NAMESPACE = "ab" * 32
@@ -240,3 +243,26 @@ def test_single_blocks_that_follow_each_other_cost_little() -> None:
     payload = pack(events)
     assert len(payload) < 100 * (HASH_BYTES + 1) + 200
     assert isinstance(msgspec.msgpack.decode(payload, type=PackedEvents).parts, list)
+
+
+class Counted(bytes):
+    """Bytes that count how many of them slices have copied."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        part = Counted(super().__getitem__(key))
+        Counted.copied += len(part)
+        return part
+
+
+def test_events_of_one_run_are_cut_out_of_it_once() -> None:
+    """Goal: time grows with the blocks of a message, not with blocks times events."""
+    count = 1000
+    hashes = Counted(bytes(HASH_BYTES * count))
+    part = StoredPart(
+        tier="host", ts_ms=1, namespace=bytes(32), sizes=[1] * count,
+        runs=[PackedRun(parent=bytes(HASH_BYTES), hashes=hashes)],
+    )  # fmt: skip
+    assert sum(len(blocks) for [(_, blocks)] in runs_of_events(part)) == len(hashes)
+    assert Counted.copied <= 2 * len(hashes)
