@@ -214,7 +214,7 @@ class DeviceOffers:
             if tracked.held and request not in scheduled:
                 self._offer_all_held(tracked)
                 if tracked.held and not tracked.request.num_in_flight_tokens:
-                    # Drafts were rejected: no step that has been planned fills these blocks.
+                    # A draft model writes them again, with a step that is not planned yet.
                     self.release_unoffered(tracked, until=self._final(tracked))
 
     def _offer_all_held(self, tracked: Tracked) -> None:

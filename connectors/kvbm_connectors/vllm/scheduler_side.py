@@ -275,7 +275,6 @@ class SchedulerSide:
             tracked.unloadable |= not end or result.load.whole
         tracked.loaded = (first, end)
         tracked.offered = min(tracked.offered, end)
-        tracked.looked_tokens = min(tracked.looked_tokens, end)
         if tracked.finished and not tracked.offers:
             self._forget(result.load.request)
         else:

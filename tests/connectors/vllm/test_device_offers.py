@@ -227,11 +227,11 @@ def test_a_preempted_request_gives_back_what_is_not_on_offer() -> None:
     assert engine.half.revoked == []
 
 
-def test_a_block_that_rejected_drafts_leave_open_is_given_back_and_held_again() -> None:
+def test_a_block_that_only_guesses_fill_is_not_held() -> None:
     """Goal: vLLM does not wait for a block that nothing fills: it schedules nothing meanwhile.
 
-    1. A step with guesses is in flight, another one planned: a block of the window is held.
-    2. The guesses are rejected, and vLLM has no room for the request. 3. It has, and fills it.
+    1. A step with guesses is in flight, another one planned. 2. The guesses are rejected, and vLLM
+    has no room for the request. 3. It has, and a block of the window is filled: this is held.
     """
     engine, request = Engine(), Request(all_token_ids=tuple(range(12)))
     engine.admit(request)
@@ -252,6 +252,22 @@ def test_a_block_that_rejected_drafts_leave_open_is_given_back_and_held_again() 
     assert (engine.pool.held(), engine.side.holding) == ([], False)
     engine.step(request, 2, *tables)
     assert engine.pool.held() == [14]
+
+
+def test_a_request_that_ends_with_its_first_step_offers_all_windows_that_were_held() -> None:
+    """Goal: a prefill node, or an answer of one token, stores windows inside of the prompt, too.
+
+    vLLM plans a step without the request while its only one is in flight: what it fills stays held.
+    """
+    engine, request = Engine(), Request(all_token_ids=tokens(33))
+    engine.admit(request)
+    tables = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16, 17, 18, 19])
+    engine.step(request, 33, *tables, ends=False)
+    engine.side.plan(Output())
+    assert engine.pool.held() == [14, 18]
+    request.end(33)
+    engine.side.finished(request, tables)
+    assert engine.offers == {1: (1, 2, 3, 4, 5, 6, 7, 8), 2: (14, 18)}
 
 
 def test_a_refused_request_gives_back_what_it_holds() -> None:

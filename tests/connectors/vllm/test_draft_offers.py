@@ -154,6 +154,28 @@ def test_what_the_next_step_writes_again_is_not_offered_yet() -> None:
     assert engine.offered == [(3,), (4,)]
 
 
+def test_a_block_of_a_window_that_is_written_again_is_given_back_and_held_again() -> None:
+    """Goal: vLLM does not wait for a block that cannot be offered: it has no room for the request.
+
+    1. A step fills 14, whose end the next one writes again. 2. A step leaves the request out: the
+    block is given back. 3. The request goes on: 14 is held as before, and full attention's blocks.
+    """
+    half, pool, holds = Half(), Pool(), BlockHolds()
+    holds.bind(pool)
+    side = SchedulerSide(half, FULL.hasher, rewritten=2, groups=[FULL, WINDOW], holds=holds)
+    request = Request(all_token_ids=tuple(range(17)))
+    side.matched(request, 0)
+    state = State({"r": ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15])})
+    side.plan(Output({"r": 16}, kv_connector_block_state=state))
+    request.begin(16)
+    request.end(16)
+    assert pool.held() == [14]
+    side.plan(Output())
+    assert pool.held() == []
+    side.plan(Output({"r": 1}, kv_connector_block_state=state))
+    assert pool.held() == [1, 2, 3, 14]
+
+
 def test_without_a_host_tier_nothing_waits_for_a_mark() -> None:
     """The offer is counted as one that no host tier took, and the blocks are free at once."""
     engine = DraftEngine()

@@ -216,7 +216,7 @@ class Onboard:
             lookup.plan.shorten(room, self._presence.of(lookup.namespaces, now_ms))
             lookup.restart(lookup.plan, self._table)
             kept = self._walk(lookup, now_ms)
-            lookup.reason = lookup.reason or reason
+            lookup.reason = reason
         self._counts[f"dropped.fill_{reason}"] += max(0, len(fills) - len(kept))
         return kept
 

@@ -170,6 +170,31 @@ def test_a_class_that_is_used_loses_nothing_to_one_that_is_used_once() -> None:
     assert held(table) >= set(small)
 
 
+def test_free_slots_of_a_slab_are_no_older_than_the_slab() -> None:
+    """A class with one new block, and room for more, loses nothing to one that came before it."""
+    table = table_of(2)
+    store(table, 1, *range(1, 7))
+    store(table, 2, 20)
+    assert set(store(table, 6, 30)) == {name(number) for number in range(1, 7)}
+    assert held(table) == {20, 30}
+
+
+def test_after_a_restart_the_oldest_slab_gives_way_first() -> None:
+    """A former life has used 1 to 6 last, although they came first: 7 to 12 leave for a large one.
+
+    The next large one finds the small blocks that are left older than the first large one.
+    """
+    before = table_of(2)
+    store(before, 1, *range(1, 13))
+    blocks = before.by_place()
+    places = list(blocks)
+    after = table_of(2)
+    after.restore({place: blocks[place] for place in (*places[6:], *places[:6])})
+    assert set(store(after, 6, 20)) == {name(number) for number in range(7, 13)}
+    assert held(after) == {*range(1, 7), 20}
+    assert set(store(after, 5, 21)) == {name(number) for number in range(1, 7)}
+
+
 def test_classes_that_are_used_alike_share_the_medium() -> None:
     """As many bytes of each size come in turn: neither has more than twice the other's slabs."""
     table = table_of(20)
@@ -238,6 +263,21 @@ def test_a_smaller_tier_gives_up_bytes_of_any_size() -> None:
     assert table.revive(6) == 6
     assert table.room_for(2, 6 * UNIT_BYTES) == 1
     table.check()
+
+
+def test_what_a_smaller_tier_gave_up_is_not_wasted() -> None:
+    """Goal: an operator who makes a tier smaller does not read of waste.
+
+    Of a slab of six slots three have blocks. 1. Three are free: half of it is wasted. 2. These
+    retire: nothing is. 3. They come back.
+    """
+    table = table_of(1)
+    store(table, 1, 1, 2, 3)
+    assert waste_percent(table) == pytest.approx(50, abs=0.1)
+    assert table.retire(3) == 3
+    assert waste_percent(table) == pytest.approx(0, abs=0.2)
+    assert table.revive(3) == 3
+    assert waste_percent(table) == pytest.approx(50, abs=0.1)
 
 
 def test_usable_bytes_of_many_slabs_are_counted_and_not_summed_up() -> None:

@@ -216,11 +216,14 @@ def test_all_namespaces_of_an_engine_with_several_groups_are_its_own() -> None:
 
 
 def test_groups_are_planned_without_blocks_of_another_namespace_in_host_memory() -> None:
-    """The window's second block is here, and ada's: bob's blocks of 4 tokens come from disk."""
+    """The window's second block is here, and ada's: bob's blocks of 4 tokens come from disk.
+
+    bob's own second block is on disk, too. It cannot come beside ada's of the same name.
+    """
     host = Host(slots=8)
     joined_by_bob(host)
     host.store(2)
-    below(host, "disk", [21, 22, 31], OTHER.digest)
+    below(host, "disk", [21, 22, 31, 2], OTHER.digest)
     groups = [GroupRun(4, 2), GroupRun(4, 2, 1)]
     [fill] = of(asked_by_bob(host, 21, 22, 31, 2, groups=groups), AskFill)
     found = host.found(host.filled(fill, namespace=OTHER.digest.hex()))
@@ -241,6 +244,20 @@ def test_a_hit_over_groups_falls_back_before_a_block_of_another_namespace() -> N
     assert (found.boundary, found.reason) == (4, "other_namespace")
     assert found.slots == [host.slot_of(21), host.slot_of(31)]
     assert host.slots["active"] == 2
+
+
+def test_what_did_not_come_is_told_and_not_what_is_anothers_behind_it() -> None:
+    """bob's block 31 of the window is lost on the way: that is why its hit is short. The window's
+    second block, which would be needed for a larger one, is here, and ada's."""
+    host = Host(slots=8)
+    joined_by_bob(host)
+    stored_by_bob(host, 21, 22)
+    host.store(2)
+    below(host, "disk", [31], OTHER.digest)
+    groups = [GroupRun(4, 2), GroupRun(4, 2, 1)]
+    [fill] = of(asked_by_bob(host, 21, 22, 31, 2, groups=groups), AskFill)
+    found = host.found(host.filled(fill, 31))
+    assert (asked(fill), found.boundary, found.reason) == ([31], 0, "gone")
 
 
 def test_an_operators_prefetch_has_no_namespace() -> None:

@@ -16,7 +16,7 @@ from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun, has_each, needed_names, reach, split
 from kvbm_common.wire.local import Found
 from kvbm_host_tier.core.group_plan import GroupPlan
-from kvbm_host_tier.core.messages import AskFill, DiskEvent, Effect
+from kvbm_host_tier.core.messages import AskFill, DiskEvent, Effect, StartPull
 from kvbm_host_tier.core.presence import Available
 
 from tests.services.host_tier.helpers import Host, asked, name, of, on_disk
@@ -114,6 +114,30 @@ def test_a_shorter_plan_that_takes_no_slot_waits_as_well() -> None:
     assert len(pinned.slots) == 2
 
 
+def test_a_plan_waits_for_blocks_that_the_disk_has_lost_since_they_were_asked_for() -> None:
+    host = Host(slots=8, batch_blocks_max=1_000)
+    host.disk_stored(1)
+    host.disk_stored(101)
+    [fill] = of(look_up(host, 1), AskFill)
+    host.disk_removed(1, 101)
+    assert of(host.told(look_up(host, 1)), Found) == []
+    founds = of(host.told(host.filled(fill)), Found)
+    assert [one.boundary for one in founds] == [4, 4]
+
+
+def test_a_plan_does_not_count_on_a_block_that_an_engine_is_just_storing() -> None:
+    """Everything is on disk, and block 3 is also offered again: it has a slot, without bytes yet.
+
+    A hit of eight tokens comes from disk; one of twelve could not be had whole.
+    """
+    host = Host(slots=16, batch_blocks_max=1_000)
+    host.disk_stored(1, 2, 3)
+    host.disk_stored(101, 102, 103)
+    assert of(host.offer(3, offer=70), StartPull)
+    count, effects = filled(host, look_up(host, 3))
+    assert (count, host.found(effects).boundary) == (4, 8)
+
+
 @pytest.mark.parametrize("is_here", [True, False])
 def test_a_plan_counts_on_no_block_of_another_namespace(*, is_here: bool) -> None:
     """Window block 103 is bob's, here or on disk: ada's hit ends before it."""
@@ -196,3 +220,23 @@ def test_a_plan_that_fits_nowhere_ends_where_blocks_are_here() -> None:
     plan.shorten(0, known)
     assert plan.reach.tokens == 3
     assert sum(tried) < 10_000
+
+
+def test_a_plan_for_which_there_is_no_slot_is_given_up_after_some_tries() -> None:
+    """Twenty times a block of a window is gone, two may come, one is gone, and one is here. A hit
+    behind the two needs two slots; at others one would do, but a block of their window is gone. One
+    slot is left: the plan ends behind the first two blocks, which are here."""
+    groups = [GroupRun(1, 102), GroupRun(1, 102, 2)]
+    names = [name(at) for at in range(204)]
+    where = dict(zip(names[102:], "hh" + "xccxh" * 20, strict=True))
+    here = {*names[:102], *(one for one, place in where.items() if place == "h")}
+    comes = here | {one for one, place in where.items() if place == "c"}
+    known = Available(
+        has_each(here.__contains__), has_each(comes.__contains__),
+        has_each(lambda one: one not in here),
+    )  # fmt: skip
+    plan = GroupPlan.of(groups, names)
+    plan.choose(known)
+    assert plan.reach.tokens == 100
+    plan.shorten(1, known)
+    assert plan.needed() == [*names[:2], *names[102:104]]
