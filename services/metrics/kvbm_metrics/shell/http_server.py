@@ -38,9 +38,9 @@ class HttpServer(uvicorn.Server):
         self.is_up = asyncio.Event()
         self._ended = asyncio.Event()
         self._waits: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
-        """Connection without a whole request â its last request, and since when it waits."""
+        """Connection without a whole request → its last request, and since when it waits."""
         self._unread: dict[H11Protocol, tuple[int, float]] = {}
-        """Connection whose client holds up answers â unread bytes, and since when they are the same."""
+        """Connection whose client reads nothing → its unread bytes, and since when."""
         self._cut = counters.counter(
             "kvbm_http_connections_cut_total",
             "Connections that were closed: they sent no whole request, or read nothing, in time.",
