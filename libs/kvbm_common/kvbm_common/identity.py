@@ -394,4 +394,4 @@ def _unpacker(size: int) -> Callable[[bytes | bytearray], tuple[SequenceHash, ..
 
 
 _HASH = np.dtype(f"V{HASH_BYTES}")
-"""Of which numpy makes `bytes`."""
+"""The type whose items numpy turns into `bytes`."""
