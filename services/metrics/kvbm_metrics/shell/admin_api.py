@@ -114,7 +114,7 @@ async def blocks(api: ApiOf, prefix: HashPrefix) -> NamesView:
 
 @changes.post("/jobs/{job}/cancel", tags=["jobs"])
 async def cancel(api: ApiOf, _actor: Actor, job: JobId) -> JobView:
-    """Stop a job between two steps; what is done stays done."""
+    """Stop a job when the step under way has its answer; what is done stays done."""
     return _job_view(await api.jobs.cancel(job))
 
 

@@ -18,6 +18,8 @@ from typing import Literal
 from kvbm_common.errors import KvbmError
 from kvbm_common.wire.bounds import Fill
 
+from kvbm_metrics.shell.fleet import OPERATOR_DEADLINE_S
+
 JOBS_MAX = 256
 """Jobs that are remembered; the oldest ended ones are forgotten."""
 RUNNING_MAX = 16
@@ -55,6 +57,8 @@ class Job:
     """What was counted so far, by name."""
     errors: dict[str, str] = field(default_factory=dict)
     """Why an instance did not do its part, by `kind.host.instance`."""
+    is_stopping: bool = False
+    """It is to end after the step that is under way."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -98,28 +102,39 @@ class Jobs:
         return list(self._jobs.values())[::-1]
 
     async def cancel(self, job_id: str) -> Job:
-        """Stop a job between two steps; one that has ended stays as it is. Raises UnknownJob."""
+        """Stop a job between two steps; one that has ended stays as it is. Raises UnknownJob.
+
+        A step that takes too long is broken off: its instance may carry it out all the same.
+        """
         job = self.find(job_id)
+        if job.state == "running" and job.task is not None:
+            job.is_stopping = True
+            _, late = await asyncio.wait({job.task}, timeout=OPERATOR_DEADLINE_S)
+            if late:
+                job.errors["metrics"] = "a step was broken off: what it did is not counted"
+                await self._break_off(job)
+        return job
+
+    async def close(self) -> None:
+        """Stop all jobs that run, at once."""
+        for job in self.all():
+            await self._break_off(job)
+
+    async def _break_off(self, job: Job) -> None:
         if job.state == "running" and job.task is not None:
             job.task.cancel()
             await asyncio.wait({job.task})
             if job.state == "running":  # Its task had not begun yet.
                 job.state, job.ended_ms, job.task = "cancelled", self._clock_ms(), None
-        return job
-
-    async def close(self) -> None:
-        """Stop all jobs that run."""
-        for job in self.all():
-            await self.cancel(job.id)
 
     async def _run(self, job: Job, work: Work) -> None:
         try:
-            async with contextlib.aclosing(work(job)) as steps:
-                async for progress in steps:
-                    job.progress = dict(progress)
-            job.state = "failed" if job.errors else "done"
+            if job.is_stopping or not await _take_steps(job, work):
+                job.state = "cancelled"
+            else:
+                job.state = "failed" if job.errors else "done"
         except asyncio.CancelledError:
-            job.state = "cancelled"  # Swallowed: the task is ours, and `cancel` waits for it.
+            job.state = "cancelled"  # Swallowed: the task is ours, and who cancels it waits for it.
         except Exception as error:
             job.state = "failed"
             job.errors["metrics"] = f"{type(error).__name__}, see the log of the metrics service"
@@ -132,3 +147,13 @@ class Jobs:
         ended = [job.id for job in self._jobs.values() if job.state != "running"]
         for job_id in ended[: max(0, len(self._jobs) - JOBS_MAX + 1)]:
             del self._jobs[job_id]
+
+
+async def _take_steps(job: Job, work: Work) -> bool:
+    """Take one step after the other; False: the job was stopped before the last."""
+    async with contextlib.aclosing(work(job)) as steps:
+        async for progress in steps:
+            job.progress = dict(progress)
+            if job.is_stopping:
+                return False
+    return True

@@ -120,22 +120,21 @@ def removing(
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
         tally: Counter[str] = Counter(removed=0, kept=0, missing=0)
         for record in records:
-            for part in parts:
-                request = msgspec.structs.replace(whole, hashes=part)
-                more = True
-                while more:
-                    try:
+            try:
+                for part in parts:
+                    request = msgspec.structs.replace(whole, hashes=part)
+                    more = True
+                    while more:
                         reply = await fleet.ask_instance(record, verb, request, _remove)
-                    except KvbmError as error:
-                        job.errors[record.key] = f"{error.code}: {error}"
-                        break
-                    # Without progress the same step would be repeated without end.
-                    more = reply.more and reply.removed > 0
-                    tally["removed"] += reply.removed
-                    if not more:
-                        tally["kept"] += reply.kept
-                        tally["missing"] += len(reply.missing)
-                    yield tally
+                        # Without progress the same step would be repeated without end.
+                        more = reply.more and reply.removed > 0
+                        tally["removed"] += reply.removed
+                        if not more:
+                            tally["kept"] += reply.kept
+                            tally["missing"] += len(reply.missing)
+                        yield tally
+            except KvbmError as error:  # What does not answer is not asked for the other parts.
+                job.errors[record.key] = f"{error.code}: {error}"
 
     return work
 

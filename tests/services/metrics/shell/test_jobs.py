@@ -42,13 +42,37 @@ async def test_a_job_ends() -> None:
     assert (job.state, job.progress, job.ended_ms, job.errors) == ("done", {"removed": 3}, 7, {})
 
 
-async def test_a_job_is_stopped() -> None:
-    """What it has done is still said; a second cancel changes nothing."""
+async def test_a_job_is_stopped_when_the_step_under_way_has_its_answer() -> None:
+    """What that step has done is counted; a second cancel changes nothing."""
+    answered, asked = asyncio.Event(), 0
+
+    async def steps(_job: Job) -> AsyncGenerator[Progress, None]:
+        nonlocal asked
+        while True:
+            asked += 1
+            await answered.wait()
+            yield {"removed": asked}
+
+    jobs = Jobs()
+    job = jobs.start("evict", "ada", steps)
+    await wait_until(lambda: asked == 1)
+    stopping = asyncio.create_task(jobs.cancel(job.id))
+    await wait_until(lambda: job.is_stopping)
+    assert job.state == "running"
+    answered.set()
+    assert (await stopping).state == "cancelled"
+    assert ((await jobs.cancel(job.id)).progress, job.errors, asked) == ({"removed": 1}, {}, 1)
+
+
+async def test_a_step_that_takes_too_long_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done before is still said, and that this step may have done something."""
+    monkeypatch.setattr(module, "OPERATOR_DEADLINE_S", 0.05)
     jobs = Jobs()
     job = jobs.start("evict", "ada", for_ever)
     await wait_until(lambda: job.progress)
     assert (await jobs.cancel(job.id)).state == "cancelled"
-    assert (await jobs.cancel(job.id)).progress == {"removed": 1}
+    assert job.progress == {"removed": 1}
+    assert "broken off" in job.errors["metrics"]
 
 
 async def test_a_job_that_never_began_is_stopped() -> None:
@@ -75,7 +99,7 @@ async def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.start("evict", "ada", for_ever)
     with pytest.raises(TooManyJobs):
         jobs.start("evict", "ada", three_steps)
-    await jobs.cancel(first.id)
+    assert (await jobs.cancel(first.id)).state == "cancelled"
     for _ in range(3):
         await ended(jobs, jobs.start("evict", "ada", three_steps))
     assert len(jobs.all()) == 3

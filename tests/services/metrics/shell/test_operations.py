@@ -6,8 +6,15 @@ import asyncio
 from typing import cast
 
 import msgspec
+from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.registry.records import ServiceRecord
-from kvbm_common.wire.admin import RemoveReply, RemoveRequest, ResizeReply, ResizeRequest
+from kvbm_common.wire.admin import (
+    STEP_BLOCKS_MAX,
+    RemoveReply,
+    RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
+)
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_metrics.shell.fleet import Fleet, Reply
 from kvbm_metrics.shell.jobs import Jobs, Work
@@ -60,3 +67,24 @@ async def test_a_removal_without_progress_ends() -> None:
     request = RemoveRequest(everything=True, actor="ada")
     assert await ended(removing(cast(Fleet, fleet), [TIER], "evict", request)) == {}
     assert fleet.asked == 1
+
+
+class Silent(Stuck):
+    """A fleet whose tiers do not answer."""
+
+    async def ask_instance(
+        self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        self.asked += 1
+        raise DeadlineExceeded("no answer")
+
+
+async def test_a_tier_that_does_not_answer_is_asked_for_no_further_part() -> None:
+    """Goal: a long list of blocks does not wait for it once for each part."""
+    fleet = Silent(RemoveReply(removed=0, kept=0, missing=[], more=False))
+    hashes = [f"{number:032x}" for number in range(3 * STEP_BLOCKS_MAX)]
+    request = RemoveRequest(hashes=hashes, actor="ada")
+    other = record("disk-tier", host="h")
+    errors = await ended(removing(cast(Fleet, fleet), [TIER, other], "evict", request))
+    assert errors.keys() == {"host-tier.h.0", "disk-tier.h.0"}
+    assert fleet.asked == 2
