@@ -137,6 +137,7 @@ let feed = null;
 let shown = [];
 let seen = 0;
 let left = 0;
+let unread = 0; // Messages of one event or many.
 let counted = performance.now();
 
 const blocksOf = event => event.runs
@@ -145,6 +146,7 @@ const blocksOf = event => event.runs
 const take = (kind, data) => {
   if (kind === "skipped") {
     left += data.skipped;
+    unread += data.unread_messages;
     return;
   }
   seen += 1;
@@ -173,11 +175,12 @@ const showEvents = () => fit(byId("events"), shown, () => {
 
 setInterval(() => {
   const now = performance.now();
-  const rate = (seen + left) / ((now - counted) / 1000);
-  const sampled = left ? `, ${EVENTS_PER_S}/s of them shown` : "";
+  const rate = (seen + left + unread) / ((now - counted) / 1000);
+  const least = unread ? "at least " : "";
+  const sampled = left + unread ? `, ${EVENTS_PER_S}/s of them shown` : "";
   if (!document.hidden) inFrame("rate", () => say(byId("events-note"),
-    feed ? `${count(Math.round(rate))}/s${sampled}` : "not followed"));
-  [seen, left, counted] = [0, 0, now];
+    feed ? `${least}${count(Math.round(rate))}/s${sampled}` : "not followed"));
+  [seen, left, unread, counted] = [0, 0, 0, now];
 }, 2000);
 
 const parse = text => {

@@ -37,7 +37,7 @@ TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
 """Each is a consumer of the stream in NATS."""
 EVERYTHING = f"{SUBJECT_PREFIX}.*.*.*"
-"""The subject of all events: in a feed of it, positions in the stream count the events."""
+"""The subject of all events: positions in its stream count messages, of one event or many."""
 
 Part = Annotated[str, Query(pattern=r"^(\*|[A-Za-z0-9_-]{1,64})$")]
 
@@ -78,7 +78,8 @@ async def events(
         Query(
             ge=0,
             le=10_000,
-            description="At most so many a second; an event `skipped` counts the others. 0: all.",
+            description="At most so many a second; an event `skipped` counts the others, and the "
+            "messages (`unread_messages`, of one event or many) that were not even read. 0: all.",
         ),
     ] = 0,
     last_event_id: Annotated[str, Header(description="Go on behind this one.")] = "",
@@ -136,14 +137,14 @@ class Sample:
         self.kind = kind
         self._second = -1
         self._room = 0
-        self._skipped = 0
+        self._skipped = self._unread = 0
         self.position = 0
         """The position of the last event of a turn, as long as more are to come."""
 
     @property
     def owes(self) -> bool:
         """Events were left out, and the reader has not heard of it."""
-        return self._skipped > 0
+        return self._skipped + self._unread > 0
 
     def wait_s(self, now_s: float) -> float:
         """Return for how many seconds no event passes any more."""
@@ -151,17 +152,18 @@ class Sample:
         return self._second + 1 - now_s if is_full else 0.0
 
     def leave_out(self, count: int) -> None:
-        """Count events that were not even read as skipped."""
-        self._skipped += count
+        """Count messages that were not even read: how many events they have is not known."""
+        self._unread += count
 
     def take(self, messages: Sequence[EventMessage], now_s: float) -> bytes:
         """Return what the reader gets now, as text; once a second also what it has missed."""
         said = b""
         if int(now_s) != self._second:
             self._second, self._room = int(now_s), self._per_second
-            if self._skipped:
-                said = b'event: skipped\ndata: {"skipped": %d}\n\n' % self._skipped
-            self._skipped = 0
+            if self.owes:
+                counts = b'{"skipped": %d, "unread_messages": %d}' % (self._skipped, self._unread)
+                said = b"event: skipped\ndata: %s\n\n" % counts
+            self._skipped = self._unread = 0
         found: list[bytes] = []
         for message in messages:
             try:
