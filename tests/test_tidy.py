@@ -387,6 +387,8 @@ PRIVATE_ALLOWED = {
     ("tests/sim/plants_month.py", "*"): BREAKS,
     ("tests/sim/plants_tiers.py", "*"): BREAKS,
     ("tests/vllm/device/engine.py", "*"): IN_ENGINE,
+    ("tests/vllm/device/live.py", "*"): IN_ENGINE,
+    ("tests/vllm/device/live_process.py", "*"): HURRIES_EXIT,
     ("tests/vllm/engine_process.py", "*"): IN_ENGINE,
     ("tests/vllm/fields_process.py", "*"): HURRIES_EXIT,
     ("tests/vllm/fuzz/engine.py", "*"): IN_ENGINE,

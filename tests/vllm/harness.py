@@ -14,12 +14,15 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from kvbm_cli.demo.check import StackView
 from kvbm_cli.stack import SERVICES, Stack
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.admin import RemoveReply, RemoveRequest
+from kvbm_common.wire.verbs import verb_subject
 
 from tests import waiting
 from tests.line_process import LineProcess
@@ -90,6 +93,20 @@ class LiveStack:
     def figures(self, kind: str) -> dict[str, float]:
         """What a service counts."""
         return dict(self.call(self.view.stats(kind)).figures)
+
+    def forget(self, kind: str) -> None:
+        """Remove every block of a tier, by its admin verb."""
+        request = RemoveRequest(everything=True, actor="test")
+        subject = verb_subject(
+            kind, "reset", host=self.settings.host, instance=self.settings.instance
+        )
+        more = True
+        while more:
+            assert self._bus is not None
+            answer = self.call(
+                self._bus.request(subject, msgspec.json.encode(request), deadline_s=5.0)
+            )
+            more = msgspec.json.decode(answer, type=RemoveReply).more
 
     def epoch(self, kind: str) -> int:
         """The number of a service's present life."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbm_common.identity import Hasher
+from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_connectors.core.messages import Load, LoadResult
 from kvbm_connectors.vllm.connector import KvbmConnector
 from kvbm_connectors.vllm.metadata import KvbmWorkerMetadata
@@ -16,7 +16,7 @@ from kvbm_connectors.vllm.plan import NEWS, StepReport
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 from tests.vllm.device.kinds import Kind, config_of
-from tests.vllm.device.memory import Group, Memory, Part, prefixes_of
+from tests.vllm.device.memory import Blocks, Cell, Cells, Group, Memory, Part, prefixes_of
 from tests.vllm.device.tiers import Tiers
 
 VOCABULARY = 50
@@ -81,7 +81,7 @@ class Engine:
 
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        config = config_of(kind, MODEL_TOKENS, 2 * STEP_TOKENS)
+        config = self._config(kind, vllm_config)
         vllm_config.cache_config.num_gpu_blocks = config.num_blocks
         vllm_config.cache_config.prefix_match_unit = kind.hash_tokens
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(config, vllm_config)
@@ -97,10 +97,11 @@ class Engine:
             Group(number, group.kv_cache_spec)
             for number, group in enumerate(config.kv_cache_groups)
         ]
-        self.memory = Memory(config.num_blocks, self.groups, kind.draft_groups)
+        self.right: dict[SequenceHash, Cell] = {}
+        """What each name stands for."""
+        self.memory = Memory(self._blocks(config.num_blocks), self.groups, kind.draft_groups)
         self._lag = random.Random(seed)
         """Of the device behind its steps."""
-        self.tiers = DeviceConnector.tiers = Tiers(self.rng, self.memory, self.counts)
         DeviceConnector.drafts = bool(kind.draft_groups)
         init_none_hash(sha256)
         self._block_hasher = get_request_block_hasher(hash_tokens, sha256)
@@ -120,6 +121,16 @@ class Engine:
         self._loads: list[tuple[int, Load]] = []
         """Loads, and how many steps they take yet."""
         self._names = 0
+
+    def _config(self, kind: Kind, vllm_config: Any) -> Any:
+        """Return vLLM's KVCacheConfig."""
+        return config_of(kind, MODEL_TOKENS, 2 * STEP_TOKENS)
+
+    def _blocks(self, count: int) -> Blocks:
+        """Return the memory, and have tiers that it is stored in."""
+        cells = Cells(count)
+        self.tiers = DeviceConnector.tiers = Tiers(self.rng, cells, self.right, self.counts)
+        return cells
 
     # --- users --------------------------------------------------------------------------------
 
@@ -173,13 +184,19 @@ class Engine:
     def step(self) -> None:
         """Plan steps as far as vLLM would, and run the oldest one."""
         while len(self._flying) < self._depth:
-            NEWS.set()  # A step without work does not sleep.
+            self._before_plan()
             output = self.scheduler.schedule()
             self._flying.append(self._planned(output))
             if not output.num_scheduled_tokens:
                 break
-        self.tiers.pull()
+        self._pull()
         self._run(self._flying.popleft())
+        self._pull()
+
+    def _before_plan(self) -> None:
+        NEWS.set()  # A step without work does not sleep.
+
+    def _pull(self) -> None:
         self.tiers.pull()
 
     def _planned(self, output: Any) -> Step:
@@ -198,18 +215,11 @@ class Engine:
 
     def _run(self, step: Step) -> None:
         output = step.output
-        if mark := output.kv_connector_metadata.plan.mark:
-            self.memory.lay(mark)
-        new = output.new_block_ids_to_zero or ()
-        if output.num_scheduled_tokens or new or output.kv_cache_block_copies:
-            self.memory.catch_up()
-        else:
-            self.memory.catch_up(self._lag.randrange(2))
-        self.memory.zero(new)
+        self._catch_up(step)
+        self.memory.zero(output.new_block_ids_to_zero or ())
         for copy in output.kv_cache_block_copies or ():
             self.memory.copy(copy.src_block_id, copy.dst_block_id)
-        for load in output.kv_connector_metadata.plan.loads:
-            self._loads.append((self.rng.choice((0, 0, 1, 4)), load))
+        self._begin_loads(output)
         parts = [self._part(name, step) for name in output.num_scheduled_tokens]
         for group in self.groups:
             for name in [*step.fresh, *output.finished_req_ids, *(output.preempted_req_ids or ())]:
@@ -219,6 +229,21 @@ class Engine:
         sampled = self._sampled(step)
         self._learn(parts)  # Guesses that were right are computed already.
         self._update(step, sampled)
+
+    def _catch_up(self, step: Step) -> None:
+        """Have the device do what was begun, if this step has something for it to do."""
+        output = step.output
+        if mark := output.kv_connector_metadata.plan.mark:
+            self.memory.lay(mark)
+        begins = output.new_block_ids_to_zero or output.kv_cache_block_copies
+        if output.num_scheduled_tokens or begins:
+            self.memory.catch_up()
+        else:
+            self.memory.catch_up(self._lag.randrange(2))
+
+    def _begin_loads(self, output: Any) -> None:
+        for load in output.kv_connector_metadata.plan.loads:
+            self._loads.append((self.rng.choice((0, 0, 1, 4)), load))
 
     def _part(self, name: str, step: Step) -> Part:
         runner, start = self._running[name], step.starts[name]
@@ -240,8 +265,8 @@ class Engine:
                 names = group.hasher.chain(runner.tokens[: len(runner.tokens) // group.block_tokens
                                                          * group.block_tokens])  # fmt: skip
                 for at, name in enumerate(names):
-                    if name not in self.tiers.right:
-                        self.tiers.right[name] = mine.expected(at + 1, runner.prefixes)
+                    if name not in self.right:
+                        self.right[name] = mine.expected(at + 1, runner.prefixes)
 
     def _sampled(self, step: Step) -> dict[str, list[int]]:
         """What the model says: it follows from the prefix. Drafts are checked against it."""
@@ -283,27 +308,10 @@ class Engine:
         return [(column, end) for column, end in places if table[column] != 0]
 
     def _update(self, step: Step, sampled: dict[str, list[int]]) -> None:
-        from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
         names = list(step.output.num_scheduled_tokens)
-        results = self._arrived()
-        sent = step.output.kv_connector_metadata.plan.sent
-        ends = tuple((mark, True) for mark in self.memory.passed)
-        self.memory.passed.clear()
-        report = StepReport(tuple(results), mark_ends=ends) if results or ends else None
-        failed = {one.load.request for one in results if one.load.whole and not all(one.intact)}
-        bad = {
-            block
-            for one in results
-            if not one.load.whole
-            for block in one.load.blocks[one.usable :]
-        }
-        connector_output = KVConnectorOutput(
-            finished_sending=set(sent) or None,
-            finished_recving={one.load.request for one in results} or None,
-            kv_connector_worker_meta=KvbmWorkerMetadata(report) if report else None,
-            invalid_block_ids=bad, failed_recving=failed,
-        )  # fmt: skip
+        connector_output = self._end_step(step.output)
         output = ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[sampled[name] for name in names],
@@ -314,6 +322,29 @@ class Engine:
             going = [name for name in names if name in self.scheduler.requests and sampled[name]]
             drafts = [self._draft(name) for name in going]
             self.scheduler.update_draft_token_ids(DraftTokenIds(going, drafts))
+
+    def _end_step(self, output: Any) -> Any:
+        """Return what the connector's worker says at the end of a step."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        results = self._arrived()
+        sent = output.kv_connector_metadata.plan.sent
+        ends = tuple((mark, True) for mark in self.memory.passed)
+        self.memory.passed.clear()
+        report = StepReport(tuple(results), mark_ends=ends) if results or ends else None
+        failed = {one.load.request for one in results if one.load.whole and not all(one.intact)}
+        bad = {
+            block
+            for one in results
+            if not one.load.whole
+            for block in one.load.blocks[one.usable :]
+        }
+        return KVConnectorOutput(
+            finished_sending=set(sent) or None,
+            finished_recving={one.load.request for one in results} or None,
+            kv_connector_worker_meta=KvbmWorkerMetadata(report) if report else None,
+            invalid_block_ids=bad, failed_recving=failed,
+        )  # fmt: skip
 
     def _draft(self, name: str) -> list[int]:
         """Guess what comes: right as often as not."""
@@ -335,20 +366,26 @@ class Engine:
 
     # --- the end ------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Step until nothing is left, and require that nothing is held."""
+    def _quiet(self) -> None:
         for _ in range(2_000):
             if not self.scheduler.has_requests() and self.connector._scheduler.idle:
                 break
             self.step()
             self.tiers.pull(everything=True)
+
+    def settle(self) -> None:
+        """Step until nothing is left, and require that nothing is held."""
+        self._quiet()
         side = self.connector._scheduler
-        left = sorted(self.scheduler.requests)
-        states = [str(self.scheduler.requests[name].status) for name in left]
-        pool = self.scheduler.kv_cache_manager.block_pool
-        free = f"{pool.get_num_free_blocks()} of {pool.num_gpu_blocks} blocks are free"
-        facts = f"{states}, {free}, {len(self._loads)} loads, {self.connector.counts()}"
-        assert not left, f"requests {left} do not end: {facts}"
+        facts = f"{self.left()}, {len(self._loads)} loads, {self.connector.counts()}"
+        assert not self.scheduler.requests, f"requests do not end: {facts}"
         assert side.idle, f"the scheduler side follows {sorted(side._requests)}"
+        pool = self.scheduler.kv_cache_manager.block_pool
         held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         assert not held, f"{held} device blocks are held"
+
+    def left(self) -> str:
+        """The requests that have not ended, and how many blocks are free."""
+        states = {name: str(one.status) for name, one in self.scheduler.requests.items()}
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return f"{states}, {pool.get_num_free_blocks()} of {pool.num_gpu_blocks} blocks are free"

@@ -129,8 +129,8 @@ def blocks_of(spec: Any, tokens: int, in_flight: int) -> int:
     """Return how many blocks one request of so many tokens may have at a time."""
     inner = getattr(spec, "kv_cache_specs", None)
     one = next(iter(inner.values())) if inner else spec
-    if isinstance(one, specs.MambaSpec):
-        return 4 if one.mamba_cache_mode == "align" else 2 - -in_flight // one.block_size
+    if isinstance(one, specs.MambaSpec) and one.mamba_cache_mode == "align":
+        return 4
     if isinstance(one, specs.SlidingWindowSpec | specs.ChunkedLocalAttentionSpec):
         return int(one.max_admission_blocks_per_request(in_flight, tokens))
     return int(-(-tokens // spec.block_size))

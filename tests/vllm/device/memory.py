@@ -4,6 +4,8 @@ A token's KV stands for its whole prefix: it is a number made of all tokens up t
 attention has one for each of its tokens, a block of states one. Who reads a block for another
 prefix, another group or another boundary finds another number. What attention looks at follows from
 vLLM's spec alone, not from the rules of the product.
+
+Blocks are dictionaries here (`Cells`), or real bytes (`pages.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 Cell = dict[int, tuple[int, int]]
 """Place in the block → group and prefix."""
@@ -85,11 +87,62 @@ class Group:
         return {at: (self.number, prefixes[first + at]) for at in range(size)}
 
 
-class Memory:
-    """The blocks of one device."""
+class Blocks(Protocol):
+    """What the blocks of a device hold."""
 
-    def __init__(self, blocks: int, groups: Sequence[Group], drafting: Sequence[int] = ()) -> None:
-        self.cells: list[Cell] = [{} for _ in range(blocks)]
+    def clear(self, block: int) -> None: ...
+    def copy(self, source: int, target: int) -> None: ...
+    def write(
+        self, group: Group, blocks: Sequence[int], places: Sequence[int], prefixes: Sequence[int]
+    ) -> None: ...
+    def first_wrong(
+        self, group: Group, blocks: Sequence[int], places: Sequence[int], prefixes: Sequence[int]
+    ) -> int | None:
+        """Return the index of the first place that has something else."""
+
+    def found(self, group: Group, block: int, place: int) -> object:
+        """Return what is there, for people."""
+
+
+class Cells:
+    """Blocks as dictionaries."""
+
+    def __init__(self, blocks: int) -> None:
+        self.content: list[Cell] = [{} for _ in range(blocks)]
+
+    def clear(self, block: int) -> None:
+        self.content[block] = {}
+
+    def copy(self, source: int, target: int) -> None:
+        self.content[target] = dict(self.content[source])
+
+    def write(
+        self, group: Group, blocks: Sequence[int], places: Sequence[int], prefixes: Sequence[int]
+    ) -> None:
+        for block, place, prefix in zip(blocks, places, prefixes, strict=True):
+            if (place == STATE) != (STATE in self.content[block]):
+                self.content[block] = {}
+            self.content[block][place] = (group.number, prefix)
+
+    def first_wrong(
+        self, group: Group, blocks: Sequence[int], places: Sequence[int], prefixes: Sequence[int]
+    ) -> int | None:
+        for at, (block, place, prefix) in enumerate(zip(blocks, places, prefixes, strict=True)):
+            if self.content[block].get(place) != (group.number, prefix):
+                return at
+        return None
+
+    def found(self, group: Group, block: int, place: int) -> object:
+        return self.content[block].get(place)
+
+
+class Memory:
+    """The memory of one device, and what its model does there."""
+
+    def __init__(
+        self, blocks: Blocks, groups: Sequence[Group], drafting: Sequence[int] = ()
+    ) -> None:
+        self._blocks = blocks
         self.groups = groups
         self._drafting = drafting
         """Groups of a draft model: its pass goes on when its step has been reported."""
@@ -100,10 +153,10 @@ class Memory:
 
     def zero(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self.cells[block] = {}
+            self._blocks.clear(block)
 
     def copy(self, source: int, target: int) -> None:
-        self.cells[target] = dict(self.cells[source])
+        self._blocks.copy(source, target)
 
     def lay(self, mark: int) -> None:
         self._stream.append(mark)
@@ -142,24 +195,27 @@ class Memory:
 
     def _write(self, group: Group, part: Part) -> None:
         size, table = group.spec.block_size, part.tables[group.number]
-        for token in range(part.start, part.end):
-            block = table[token // size]
-            if block == 0:
-                raise WrongBytes(f"{part.name} writes token {token} into no block, {group.kind}")
-            cell = self.cells[block]
-            if any(at == STATE for at in cell):
-                self.cells[block] = cell = {}
-            cell[token % size] = (group.number, part.prefixes[token])
+        tokens = range(part.start, part.end)
+        blocks = [table[token // size] for token in tokens]
+        if 0 in blocks:
+            token = tokens[blocks.index(0)]
+            raise WrongBytes(f"{part.name} writes token {token} into no block, {group.kind}")
+        places = [token % size for token in tokens]
+        self._blocks.write(group, blocks, places, part.prefixes[part.start : part.end])
 
     def _look(self, group: Group, part: Part) -> None:
         size, table = group.spec.block_size, part.tables[group.number]
-        for token in range(group.looks_back_to(part.start), part.end):
-            found = self.cells[table[token // size]].get(token % size)
-            if found != (group.number, part.prefixes[token]):
-                raise WrongBytes(
-                    f"{part.name}, tokens {part.start}-{part.end}, group {group.number} "
-                    f"({group.kind}): token {token} in block {table[token // size]} is {found}"
-                )
+        tokens = range(group.looks_back_to(part.start), part.end)
+        blocks = [table[token // size] for token in tokens]
+        places = [token % size for token in tokens]
+        right = part.prefixes[tokens.start : part.end]
+        at = self._blocks.first_wrong(group, blocks, places, right)
+        if at is not None:
+            raise WrongBytes(
+                f"{part.name}, tokens {part.start}-{part.end}, group {group.number} "
+                f"({group.kind}): token {tokens[at]} in block {blocks[at]} is "
+                f"{self._blocks.found(group, blocks[at], places[at])}"
+            )
 
     # --- recurrent states ---------------------------------------------------------------------
 
@@ -183,11 +239,11 @@ class Memory:
             if group.first.mamba_cache_mode != "align" and part.start:
                 source = (part.start - 1) // size
             if part.start:
-                found = self.cells[table[source]].get(STATE)
-                if found != (group.number, part.prefixes[part.start - 1]):
+                block, right = table[source], [part.prefixes[part.start - 1]]
+                if self._blocks.first_wrong(group, [block], [STATE], right) is not None:
                     raise WrongBytes(
                         f"{part.name} runs on from token {part.start}, group {group.number}: the "
-                        f"state in block {table[source]} is {found}"
+                        f"state in block {block} is {self._blocks.found(group, block, STATE)}"
                     )
             self._leave_state(group, part, column, part.end)
             if group.first.mamba_cache_mode != "align":
@@ -200,4 +256,4 @@ class Memory:
         block = part.tables[group.number][place]
         if block == 0:
             raise WrongBytes(f"{part.name} leaves the state of {end} tokens in no block")
-        self.cells[block] = {STATE: (group.number, part.prefixes[end - 1])}
+        self._blocks.write(group, [block], [STATE], [part.prefixes[end - 1]])

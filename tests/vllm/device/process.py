@@ -11,6 +11,8 @@ import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tests.vllm.device.engine import (
@@ -27,8 +29,19 @@ ANSWER_MAX = 20
 STEPS_MAX = 240
 
 
-def vllm_config_of(model: str, kind: Kind, *, overlaps: bool, rng: random.Random) -> Any:
-    """Return vLLM's configuration for a kind; of the model, only the configuration counts."""
+def vllm_config_of(
+    model: str,
+    kind: Kind,
+    *,
+    overlaps: bool,
+    connector: str = DeviceConnector.__name__,
+    module: str = DeviceConnector.__module__,
+    options: Mapping[str, object] = MappingProxyType({"revision": "device"}),
+) -> Any:
+    """Return vLLM's configuration for a kind; of the model, only the configuration counts.
+
+    `options` are the connector's.
+    """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -40,8 +53,8 @@ def vllm_config_of(model: str, kind: Kind, *, overlaps: bool, rng: random.Random
         enable_prefix_caching=True, async_scheduling=overlaps,
         speculative_config=drafts if kind.drafts else None,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="DeviceConnector", kv_connector_module_path=DeviceConnector.__module__,
-            kv_role="kv_both", kv_connector_extra_config={"revision": "device"},
+            kv_connector=connector, kv_connector_module_path=module,
+            kv_role="kv_both", kv_connector_extra_config=dict(options),
         ),
     )  # fmt: skip
     config = arguments.create_engine_config()
@@ -100,7 +113,7 @@ def main() -> None:
     for seed in range(first, end):
         rng = random.Random(f"{name}/{seed}")
         overlaps = not kind.drafts and rng.random() < 0.5
-        config = vllm_config_of(model, kind, overlaps=overlaps, rng=rng)
+        config = vllm_config_of(model, kind, overlaps=overlaps)
         engine = Engine(kind, config, seed)
         try:
             play(engine, aborts_preempted=kind.aborts_preempted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvbm_connectors.core.messages import (
     OfferRun,
 )
 
-from tests.vllm.device.memory import Cell, Memory, WrongBytes
+from tests.vllm.device.memory import Cell, Cells, WrongBytes
 
 NEVER_MS = 1 << 60
 
@@ -42,10 +42,15 @@ class Tiers:
 
     epoch = 1
 
-    def __init__(self, rng: random.Random, memory: Memory, counts: Counter[str]) -> None:
-        self._rng, self._memory, self._counts = rng, memory, counts
-        self.right: dict[SequenceHash, Cell] = {}
-        """What each name stands for."""
+    def __init__(
+        self,
+        rng: random.Random,
+        cells: Cells,
+        right: Mapping[SequenceHash, Cell],
+        counts: Counter[str],
+    ) -> None:
+        """`right` is what each name stands for."""
+        self._rng, self._cells, self._right, self._counts = rng, cells, right, counts
         self.held: dict[SequenceHash, Cell] = {}
         self.offers: dict[int, Sequence[OfferRun]] = {}
         self.patience = 0.6
@@ -118,7 +123,7 @@ class Tiers:
             intact[self._rng.randrange(len(intact))] = False
         leased = self._leases[load.lease]
         for block, name, ok in zip(load.blocks, load.hashes, intact, strict=True):
-            self._memory.cells[block] = dict(leased[name]) if ok else {}
+            self._cells.content[block] = dict(leased[name]) if ok else {}
         corrupt = tuple(at for at, ok in enumerate(intact) if not ok)
         self._counts["failed loads"] += bool(corrupt)
         return LoadResult(load, tuple(intact), corrupt, "corrupt" if corrupt else "")
@@ -165,7 +170,7 @@ class Tiers:
             self._ended.append(OfferEnded(offer, count, complete=True))
 
     def _read(self, name: SequenceHash, block: int) -> None:
-        found, right = self._memory.cells[block], self.right.get(name)
+        found, right = self._cells.content[block], self._right.get(name)
         self._counts["stored blocks"] += name not in self.held
         if right is None:
             raise WrongBytes(f"{name.hex()} in block {block} is nobody's name")

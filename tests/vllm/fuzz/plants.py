@@ -188,6 +188,25 @@ def verify_none() -> None:
     replace(f"{PREFIX}client.engine_options", "EngineOptions", "verify_every", every)
 
 
+def load_into_another_group() -> None:
+    """A load over several KV groups writes its first block where its last one belongs."""
+    from dataclasses import replace as changed
+
+    begin = original(f"{PREFIX}client.pulls", "Pulls", "begin")
+
+    def swapped(self: Any, load: Any, *arguments: Any) -> None:
+        first, *middle, last = load.blocks if len(load.blocks) > 1 else (*load.blocks, None)
+        turned = load if last is None else changed(load, blocks=(last, *middle, first))
+        begin(self, turned, *arguments)
+
+    replace(f"{PREFIX}client.pulls", "Pulls", "begin", swapped)
+
+
+def believe_every_checksum() -> None:
+    """What was loaded is summed up, and every sum is found right."""
+    replace(f"{PREFIX}client.pulls", "Pulls", "_wrong", lambda self, *arguments: set())
+
+
 def fail_requests() -> None:
     """A failed load ends its request: vLLM's default policy."""
     scheduler = "vllm.v1.core.sched.scheduler"
@@ -270,7 +289,7 @@ def _leave_holes(self: Any, *_arguments: Any, **_more: Any) -> None:
 
 CHUNKED = ("chunked",)
 DEVICE: tuple[str, ...] = ()
-"""Plants that need a device with little room: `tests/vllm/test_device.py` shows them."""
+"""Plants that need a device of ours: `test_device.py` or `test_device_tiers.py` shows them."""
 PLANTS = {
     "unfinished-offers": Plant(
         "blocks are offered while they are computed", CHUNKED, before=offer_unfinished
@@ -344,6 +363,12 @@ PLANTS = {
     ),
     "second-loads": Plant(
         "a load of several groups that failed is tried again", DEVICE, before=load_again,
+    ),
+    "wrong-groups": Plant(
+        "a load writes into another group's block", DEVICE, before=load_into_another_group,
+    ),
+    "believed-sums": Plant(
+        "every checksum is found right", DEVICE, before=believe_every_checksum,
     ),
     "unverified": Plant(
         "no rank of two verifies", ("tp2",), before=verify_none, restarts=True,
