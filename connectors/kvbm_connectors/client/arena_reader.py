@@ -87,7 +87,11 @@ class MappedReader:
         self._arena.populate()
         self._theirs = welcome.arena_address
         self._copier = copier
-        self._threads = copy_threads("arena")
+        try:
+            self._threads = copy_threads("arena")
+        except RuntimeError:
+            self._arena.close()
+            raise
 
     def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
         deadline = time.monotonic() + deadline_s

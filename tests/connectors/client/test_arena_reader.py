@@ -24,6 +24,7 @@ from kvbm_common.nixl.mover_thread import (
 )
 from kvbm_common.tier.parts import Grid, Share
 from kvbm_common.wire.local import Region
+from kvbm_connectors.client import arena_reader
 from kvbm_connectors.client.arena_reader import MappedReader, NixlReader, reader_of
 from kvbm_connectors.client.bounce_pool import BUFFERS, BouncePool
 
@@ -248,6 +249,21 @@ def test_nixl_reads_another_process_through_a_buffer(
         reader.read(copy, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
     assert pool.lost == 0
     assert all(pool.borrow(time.monotonic() + DEADLINE_S).done() for _ in range(BUFFERS))
+
+
+def test_an_arena_without_threads_to_copy_it_is_not_kept_mapped(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again and again."""
+
+    def refuse(name: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(arena_reader, "copy_threads", refuse)
+    with pytest.raises(RuntimeError):
+        MappedReader(welcome(arena_path=str(arena.path), arena_address=THEIRS))
+    opened = [descriptor.resolve() for descriptor in Path("/proc/self/fd").iterdir()]
+    assert opened.count(arena.path.resolve()) == 1
 
 
 def test_a_buffer_that_a_gpu_copies_from_late_is_lost_until_then(

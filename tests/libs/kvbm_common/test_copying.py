@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbm_common import copying
 from kvbm_common.copying import (
     LANES_MAX,
     Lanes,
@@ -23,12 +25,14 @@ from kvbm_common.copying import (
     PlainCopier,
     best_copier,
     clear,
+    copy_threads,
     thread_count,
 )
 
 from tests.libs.native import build, library
 
 SIZE = 1 << 16
+DEADLINE_S = 10.0
 EDGES = [1, 15, 63, 64, 65, 127, 240, 241, 255, 256, 257, 2047, 2048, 2049, 4095, 4096, 6145]
 """Where XXH3 changes its way, a cache line ends, or a step of the library does."""
 lengths = st.sampled_from(EDGES) | st.integers(1, 9_000)
@@ -240,6 +244,24 @@ def test_clear_zeroes_the_pieces_and_nothing_beside_them() -> None:
 @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (4, 4), (64, 4), (0, 1)])
 def test_threads_are_shared_out_by_processors(cpus: int, threads: int) -> None:
     assert thread_count(cpus) == threads
+
+
+def test_threads_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a container is reached: those that did start wait for none that did not."""
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(copying, "thread_count", lambda: 2)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError):
+        copy_threads("test")
+    started[0].join(DEADLINE_S)
+    assert not started[0].is_alive()
 
 
 def test_where_there_is_no_library_blocks_are_copied_all_the_same(tmp_path: Path) -> None:

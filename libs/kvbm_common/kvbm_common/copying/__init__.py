@@ -255,10 +255,15 @@ def thread_count(cpus: int | None = None) -> int:
 
 def copy_threads(name: str) -> ThreadPoolExecutor:
     """Start threads that copy. They take their processors from the caller: later, it may be a
-    thread that asks for a copy which an engine has bound to one of them."""
+    thread that asks for a copy which an engine has bound to one of them. Raises RuntimeError."""
     count = thread_count()
     threads = ThreadPoolExecutor(count, thread_name_prefix=name)
     together = threading.Barrier(count)
-    for _ in range(count):
-        threads.submit(together.wait)
+    try:
+        for _ in range(count):
+            threads.submit(together.wait)
+    except RuntimeError:  # No more can be started: those that wait would wait for it.
+        together.abort()
+        threads.shutdown(wait=False)
+        raise
     return threads

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from kvbm_common.nixl.transfers import BadPeerMetadata, MoverUnavailable
+from kvbm_common.runtime.logs import OncePerKind
 
 # Transfers handed to NIXL at a time: past 16 × 1 MiB no path here got faster, and a short queue
 # inside NIXL leaves the order to the caller.
@@ -27,6 +28,7 @@ POSIX_KERNEL_QUEUE = 256
 GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
 NET_DEVICES = "UCX_NET_DEVICES"
 _setting_devices = threading.Lock()
+_log = OncePerKind(logging.getLogger(__name__))
 
 
 def _import_nixl() -> tuple[ModuleType, ModuleType]:
@@ -89,6 +91,18 @@ def add_agent(agent: Any, metadata: bytes) -> str:
         with contextlib.suppress(*NIXL_ERRORS):
             agent.remove_remote_agent(name)
         raise BadPeerMetadata(f"a peer's name is not valid UTF-8: {error}") from error
+
+
+def answer_peers(agent: Any) -> int:
+    """Let UCX answer peers, and return how many notifications they had for us.
+
+    An error is of this call alone, and the next poll makes another one.
+    """
+    try:
+        return sum(map(len, agent.get_new_notifs(["UCX"]).values()))
+    except NIXL_ERRORS as error:
+        _log.warning("nixl_poll", f"UCX could not be polled: {error}")
+        return 0
 
 
 def defaults_of(backend: str) -> dict[str, str]:

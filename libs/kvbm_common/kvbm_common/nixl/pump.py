@@ -18,6 +18,7 @@ from kvbm_common.nixl.doorbell import only_new_ring, rings
 from kvbm_common.nixl.library import (
     NIXL_ERRORS,
     add_agent,
+    answer_peers,
     api,
     bindings,
     defaults_of,
@@ -359,8 +360,7 @@ class Pump:
     def _serve(self, now: float) -> None:
         """Let UCX answer peers, and expire what waits."""
         if self._serves:
-            notifications = self._agent.get_new_notifs(["UCX"])
-            self._notifications_dropped += sum(map(len, notifications.values()))
+            self._notifications_dropped += answer_peers(self._agent)
         for transfer in [t for t in self._queue.waiting if now > t.deadline]:
             self._queue.waiting.remove(transfer)
             self._timeouts += 1

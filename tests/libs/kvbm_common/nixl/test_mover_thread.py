@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from kvbm_common.nixl import pump, transfer_queue
+from kvbm_common.nixl import library, pump, transfer_queue
 from kvbm_common.nixl.mover_thread import (
     JOB_COUNT_MAX,
     BadPeerMetadata,
@@ -35,7 +36,7 @@ from kvbm_common.nixl.spans import Spans
 from numpy.typing import NDArray
 
 from tests.libs.nixl_owner import Owner, content
-from tests.waiting import stop_child
+from tests.waiting import stop_child, wait_for
 
 SIZE = 32 << 20
 BLOCK = 256 << 10
@@ -504,6 +505,30 @@ def test_writes_that_fly_leave_reads_their_room(memory: Memory, tmp_path: Path) 
         writing.result(LIMIT_S)
     os.close(read_end)
     os.close(write_end)
+
+
+def test_a_poll_of_peers_that_fails_does_not_end_the_mover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is tried again, and calls are answered between them."""
+    failed: list[float] = []
+    make = library.api.nixl_agent
+
+    class Agent:
+        def __init__(self, *arguments: Any) -> None:
+            self._real = make(*arguments)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def get_new_notifs(self, _backends: list[str]) -> None:
+            failed.append(time.monotonic())
+            raise library.bindings.nixlBackendError("once more")
+
+    monkeypatch.setattr(library.api, "nixl_agent", Agent)
+    with MoverThread("test") as mover:
+        wait_for(lambda: len(failed) > 2)
+        assert mover.metadata().result(LIMIT_S)
 
 
 def test_where_an_error_proves_nothing_the_memory_is_not_settled(
