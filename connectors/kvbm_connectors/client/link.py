@@ -100,7 +100,7 @@ class Link:
     """Held by the thread that uses the socket, for one call of it or a few."""
     socket: zmq.Socket[bytes] | None = None
     has_sent: bool = False
-    """It was sent something since the last look for news."""
+    """Whether something was sent since the last look for news."""
     next_greet_ms: int = 0
     next_beat_ms: int = 0
     unanswered: int = 0

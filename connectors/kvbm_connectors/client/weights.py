@@ -75,7 +75,7 @@ SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40
 Span = tuple[int, int]
 """First byte and end of a part of a file."""
 Plan = tuple[int, Sequence[Span]]
-"""What is read of a file: all bytes before the first number, and pages of each span."""
+"""The reads of a file: all bytes before the first number, and pages of each span."""
 
 
 Signature = Mapping[str, tuple[int, ...]]

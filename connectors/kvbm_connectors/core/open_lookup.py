@@ -57,7 +57,7 @@ class OpenLookup:
     """The id by which the host tier knows it."""
     hashes: tuple[SequenceHash, ...]
     asked: tuple[SequenceHash, ...]
-    """Those of them that were asked for: the largest hit of them needs no avoided block."""
+    """The blocks that were asked for: the largest hit of them needs no avoided block."""
     answer_by_ms: int
     """When to stop waiting for the answer."""
     lease_until_ms: int

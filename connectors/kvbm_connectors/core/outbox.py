@@ -70,7 +70,7 @@ class Outbox:
         self._ids = count(1)
         self._effects: list[Effect] = []
         self._misses: list[_Miss] = []
-        """Those that are not told yet."""
+        """Misses that the host tier has not been told yet."""
         self._missed_blocks = 0
         self._in_vain = 0
         """Lookups that the filter could not answer and that found nothing, not told yet."""

@@ -22,7 +22,7 @@ STEPS_MIN = 4
 SOLVED_EVERY = 2
 """Solving takes longer than adding, and one step changes little."""
 FAR = 3.0
-"""So many times the usual error is far off."""
+"""The multiple of the usual error from which on a step is far off."""
 CHANGED = 0.15
 """… if it is this share of the step at least."""
 CHANGED_AFTER = 5
@@ -35,7 +35,7 @@ ERROR_LEAST = 0.02
 ERROR_KEPT = 0.9
 TOKENS_UNIT = 1_024.0
 PAIRS_UNIT = TOKENS_UNIT * TOKENS_UNIT
-"""So that all sums are of one size."""
+"""The unit of pairs, which keeps all sums of one size."""
 START_RIDGE = 3e-4
 PAIR_RIDGE = 3e-4
 """Steps that are all alike do not tell the parts apart: then all of it is put on tokens."""
@@ -73,7 +73,7 @@ class PrefillFit:
     off: int = 0
     """Steps in a row that were far off: positive where slower, negative where faster."""
     known: Coefficients | None = None
-    """As of the last step or the one before."""
+    """The coefficients of the last step or the one before."""
 
     def add(self, tokens: float, pairs: float, took_us: float) -> None:
         """Add a step that has ended."""

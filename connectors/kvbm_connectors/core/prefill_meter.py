@@ -60,7 +60,7 @@ class PrefillMeter:
         self._step_tokens_max = step_tokens_max
         self._steps_max = steps_in_flight_max
         self._steps: deque[tuple[PrefillStep, int]] = deque()
-        """Each with when it was planned."""
+        """Steps, each with the time at which it was planned."""
         self._ended_us = 0
         self._told_ms = 0
         """When a step was measured last, or tokens were left for one."""

@@ -45,7 +45,7 @@ TRACKED_MAX = 8_192
 """Requests that are followed; engines run some thousands at a time. Who was cancelled in silence is
 among them until younger ones push it out."""
 WAIT_MS_MIN = 10
-"""Less is not worth a question: the host tier could answer with nothing else."""
+"""The shortest wait that is worth a question."""
 NEWS_WAIT_S = 0.05
 """Between looks while no answer rings: the core ends a lookup that has no answer."""
 

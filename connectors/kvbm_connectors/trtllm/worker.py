@@ -71,7 +71,7 @@ class WorkerSide:
         """The engine's own thread keeps its CUDA context."""
         self._pieces: RankPieces | None = None
         self._blocks = 0
-        """That the engine's pool has."""
+        """Blocks of the engine's pool."""
         self._plan_number = 0
         self._saving: dict[int, None] = {}
         """Finished requests that the engine keeps until we call them saved."""

@@ -77,7 +77,7 @@ class DeviceOffers:
         self._unsent: list[_Part] = []
         """Found since the last `send`."""
         self._steps_waited = 0
-        """Since the first of these was found."""
+        """Steps since the first of these was found."""
         self._can_wait = True
         """All of these were decoded, and are held by their requests."""
         self._released: list[tuple[Tracked, int]] = []

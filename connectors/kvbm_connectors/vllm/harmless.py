@@ -140,7 +140,7 @@ LORA: Reasons = {
     "how the work is divided": "fully_sharded_loras specialize_active_lora",
     "brings a request its adapter, which then is in its name": "default_mm_loras",
 }
-"""Of LoRAConfig, for the name of an adapter (adapters.py)."""
+"""Fields of LoRAConfig that change no KV bytes, for the name of an adapter (adapters.py)."""
 KERNEL: Reasons = {
     "how a kernel is warmed up, and which of equal tactics is the fastest": (
         "enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup "
@@ -267,7 +267,7 @@ VARIABLES: Reasons = {
         "VLLM_ALLREDUCE_USE_SYMM_MEM VLLM_CUSTOM_ALLREDUCE_ALGO VLLM_ROCM_USE_SKINNY_GEMM"
     ),
 }
-"""Of the variables that begin with `VLLM_`."""
+"""Variables that begin with `VLLM_` and change no KV bytes."""
 
 
 def names_of(reasons: Reasons, prefix: str = "") -> Iterable[str]:

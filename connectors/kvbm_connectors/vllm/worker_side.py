@@ -61,7 +61,7 @@ class WorkerSide:
         self._refused: list[LoadResult] = []
         """Results of loads that could not be carried out."""
         self._ended: list[LoadResult] = []
-        """Since the last report."""
+        """Loads that have ended since the last report."""
         self._arrived: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()

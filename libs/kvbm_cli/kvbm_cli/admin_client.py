@@ -23,7 +23,7 @@ DEADLINE_S = 15.0
 SHOWN = 200
 """Characters of a redirect's target that an error repeats."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Who listens everywhere is asked here."""
+"""Addresses that mean "every address", and the one by which such a server is asked here."""
 
 
 class ApiError(KvbmError):

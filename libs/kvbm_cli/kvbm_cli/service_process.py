@@ -60,7 +60,7 @@ class ServiceProcess:
         self._task: asyncio.Task[int] | None = None
         self._ready = asyncio.Event()
         self._was_ready = False
-        """Who never served since `start` is not started again: the start itself has failed."""
+        """Whether it has served since `start`: if not, the start itself failed: no restart."""
         self._unwanted = asyncio.Event()
 
     @property

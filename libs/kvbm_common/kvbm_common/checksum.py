@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # It imports msgspec, which a machine that only tries its GPU
     from kvbm_common.tier.parts import Grid
 
 PIECE_RECORDS = 8_192
-"""So many are summed up at a time: their copies stay in the processor's cache."""
+"""Records that are summed up at a time: their copies stay in the processor's cache."""
 SUM_BYTES = 8
 """Bytes of a packed checksum."""
 

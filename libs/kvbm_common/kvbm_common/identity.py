@@ -124,7 +124,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The naming rules, so that names of another release are never found: TENANT_FORMAT with a
     tenant, else FORMAT."""
     tenant: str | msgspec.UnsetType = msgspec.UNSET
-    """Whose blocks these are (KVBM_TENANT): see `of_tenant`. Unset: of no tenant by name."""
+    """The tenant of these blocks (KVBM_TENANT): see `of_tenant`. Unset: no tenant by name."""
 
     def __post_init__(self) -> None:
         tenant = self.tenant

@@ -25,7 +25,7 @@ class StoredDraft:
     namespace: str
     runs: list[Run]
     blocks: list[BlockRun]
-    """The same, as they are before they are written down."""
+    """The blocks of the event, before they are written as text."""
     held: Held
     """All that the rank holds in this group, with what drafts behind this one have changed."""
 
@@ -38,7 +38,7 @@ class RemovedDraft:
     namespace: str
     hashes: list[str]
     blocks: list[SequenceHash]
-    """The same, as they are before they are written down."""
+    """The blocks of the event, before they are written as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Open:
     stored: set[SequenceHash] = field(default_factory=set)
     """What removals are compared with: made when the first one comes."""
     uncompared: list[list[SequenceHash]] = field(default_factory=list)
-    """What is in `runs` and not in `stored` yet."""
+    """Blocks that are in `runs` and not in `stored` yet."""
 
 
 class BatchMerger:

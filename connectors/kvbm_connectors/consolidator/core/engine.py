@@ -39,7 +39,7 @@ class EngineState(Enum):
     ASKING = auto()
     """An AskEpoch flies."""
     REGISTERED = auto()
-    """It has an epoch: its events are published."""
+    """The engine has an epoch: its events are published."""
 
 
 ENGINE = Machine(

@@ -246,7 +246,7 @@ class AskEpoch:
     incarnation: str
     ranks: tuple[int, ...]
     namespaces: tuple[str, ...]
-    """Those of first KV groups, as digests in hex."""
+    """The namespaces of first KV groups, as digests in hex."""
     groups: tuple[GroupNamespace, ...]
 
 

@@ -55,7 +55,7 @@ class Rank:
         assert attach.engine, "a rank has an engine"
         self.attach = attach
         self.peer = peer
-        """Who attached it last, and is answered."""
+        """The peer that attached the rank last, and that is answered."""
         self.key = StreamKey(attach.engine, attach.incarnation, attach.rank)
         self.namespace_hex = attach.namespace.digest.hex()
         self.generation = attach.generation

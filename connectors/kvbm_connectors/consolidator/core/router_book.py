@@ -12,7 +12,7 @@ from kvbm_common.wire.events import Tier
 
 
 class StreamId(NamedTuple):
-    """Whose stream it is."""
+    """The rank and the engine of a stream."""
 
     rank: int
     engine: str

@@ -34,7 +34,7 @@ class NamedBlocks(NamedTuple):
     tokens: list[bytes]
     """The token ids of each block, as LE u32."""
     kinds: list[Kind] | None = None
-    """None: all are plain."""
+    """The kinds of the blocks; None: all are plain."""
 
 
 def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:

@@ -48,7 +48,7 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 """A name in Kubernetes (RFC 1123); a node's may be several with dots between."""
 NAMESPACE_CHARS, NODE_CHARS = 63, 253
 PREFIX_CHARS = 39
-"""As the chart cuts it: the longest name behind it must still be one."""
+"""Characters that the chart leaves of a prefix: the longest name behind it must fit."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Who may use what is open: one line for each port and socket, and what to close."""
+"""Checks of access: one line for each port and socket, who may use it, and what to close."""
 
 from __future__ import annotations
 

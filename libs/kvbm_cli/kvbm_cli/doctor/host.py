@@ -87,7 +87,7 @@ class Facts:
     """Everything that is looked at."""
 
     memlock_bytes: int | None
-    """None: unlimited."""
+    """The limit of locked memory; None: unlimited."""
     shm_fs: str
     shm_free_bytes: int
     shm_own_bytes: int
@@ -96,7 +96,7 @@ class Facts:
     """Empty when it works, else the error's name."""
     linux_aio: str
     cross_memory: str
-    """The same for process_vm_readv."""
+    """Empty when process_vm_readv works, else the error's name."""
     ptrace_scope: int
     disks: tuple[DiskFacts, ...]
     numa_nodes: int
@@ -121,6 +121,6 @@ class Facts:
     """Empty also where the admin API is away, which lists them."""
     listeners: tuple[ListenerFacts, ...] = ()
     secrets: tuple[SecretFacts, ...] = ()
-    """What is in the directory of credentials."""
+    """The files in the directory of credentials."""
     refusals: tuple[str, ...] = ()
     """What services would refuse to open, or to connect to, with these settings."""

@@ -57,7 +57,7 @@ class Role:
     per_host: bool = False
     """A credential is for one host."""
     is_service: bool = True
-    """It serves the verbs of its kind, enters itself in the registry, and writes the audit."""
+    """Whether the role serves the verbs of its kind, is in the registry, and writes the audit."""
     asks: tuple[str, ...] = ()
     publishes: tuple[str, ...] = ()
     never_publishes: tuple[str, ...] = ()
@@ -200,7 +200,7 @@ ROLES = (
         may_do_everything=True,
     ),
 )  # fmt: skip
-"""Each role once."""
+"""Every role."""
 
 BY_NAME = {role.name: role for role in ROLES}
 

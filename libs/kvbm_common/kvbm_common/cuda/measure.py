@@ -19,7 +19,7 @@ from kvbm_common.cuda.runtime import CudaError, CudaUnavailable, CupyRuntime, Ru
 
 PIECES_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 MOVED_BYTES = 16 << 20
-"""As much as one chunk of a transfer."""
+"""Bytes that are moved: as much as one chunk of a transfer."""
 CHUNKS = 2
 """Put in a row: the device copies one while the next is put, as with a transfer."""
 ENGINE_SHARE = {"d2h": 0.25, "h2d": 0.5}

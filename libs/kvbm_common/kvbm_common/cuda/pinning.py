@@ -24,7 +24,7 @@ from kvbm_common.cuda.runtime import CudaError, Runtime
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 64 << 20
-"""As much as is taken from the kernel in some 20 ms, which is how long `close` may wait."""
+"""Bytes that are pinned in one call, in some 20 ms, which is how long `close` may wait."""
 THREADS_MAX = 8
 """Registering is the kernel's work on pages; beyond this its locks decide."""
 CLOSE_DEADLINE_S = 10.0

@@ -31,7 +31,7 @@ class _Peer:
     device: _Device
     windows: list[Window] = field(default_factory=list)
     reads: int = 0
-    """Whose last byte may not have landed."""
+    """Reads whose last byte may not have landed."""
     leaving: bool = False
 
 

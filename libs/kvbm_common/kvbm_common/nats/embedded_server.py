@@ -20,7 +20,7 @@ from kvbm_common.errors import ServiceFailed
 from kvbm_common.runtime.processes import dying_with_parent, free_port
 
 START_DEADLINE_S = 5.0
-"""It answers after about 30 ms; a large store is read first."""
+"""How long a start may take: the server answers after 30 ms, once it has read its store."""
 STOP_DEADLINE_S = 2.0
 """JetStream is safe against kill -9, so a slow stop is cut short."""
 POLL_S = 0.005

@@ -32,7 +32,7 @@ from kvbm_common.nats.streams import object_bucket
 from kvbm_common.wire.codec import UNREADABLE
 
 CHUNK_BYTES = 512 * 1024
-"""Less than what any server takes by default, and few enough round trips for 20 MB."""
+"""Bytes of a chunk: any server takes them by default, and 20 MB need few round trips."""
 CHUNKS_IN_FLIGHT = 8
 ABANDONED_S = 60.0
 """Chunks without a description are dropped so long after the last of them: a writer that lives

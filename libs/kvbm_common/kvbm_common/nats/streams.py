@@ -134,7 +134,7 @@ CONSOLIDATED = StreamSpec(
     bytes_max=128 * 1024 * 1024,
     age_max_s=6 * 3600,
 )
-"""The same blocks once more, de-duplicated over the tiers of a host; written by consolidators."""
+"""The blocks of KVBM_EVENTS, de-duplicated over the tiers of a host; written by consolidators."""
 
 AUDIT = StreamSpec(
     name="KVBM_AUDIT",

@@ -80,7 +80,7 @@ class NatsRegistry(WatchedRegistry):
         self._ttl_s = ttl_s
         self._records: dict[str, ServiceRecord] = {}
         self._payloads: dict[str, bytes] = {}
-        """As they were read: most heartbeats repeat them."""
+        """The entries as they were read: most heartbeats repeat them."""
         self._seen_s: dict[str, float] = {}
         """When an entry was heard, by this reader's clock."""
         self._alone_ttl_s: dict[str, float] = {}

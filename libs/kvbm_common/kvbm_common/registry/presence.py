@@ -61,7 +61,7 @@ class Presence:
         """How long an owner may need to find the registry once it is back."""
         self._entries: dict[str, Entry] = {}
         self._contact_s = math.inf
-        """Since when the registry answers; never, during an outage."""
+        """Since when the registry answers; infinite during an outage."""
 
     @property
     def records(self) -> dict[str, ServiceRecord]:

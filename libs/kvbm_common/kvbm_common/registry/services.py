@@ -148,7 +148,7 @@ class WatchedRegistry:
         self._unreadable = asyncio.Event()
         self._counts: Counter[str] = Counter({FAILURES: 0})
         self._registrations: set[HeldEntry] = set()
-        """Those whose heartbeats have not ended."""
+        """The registrations whose heartbeats have not ended."""
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -39,7 +39,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """The same as a JSON object a line, with the time in UTC."""
+    """A log line as a JSON object, with the time in UTC."""
 
     def __init__(self, source: str) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ class CoreLoop(Generic[Input, Effect]):
         self._in_flight = 0
         self._refused = 0
         self._waiting: asyncio.TaskGroup | None = None
-        """That of `run`, while it waits for an input and no effect has its turn."""
+        """The task group of `run`, while it waits for an input and no effect has its turn."""
         self._turns = 0
         """Turns that the last burst beside `run` has left to others."""
 

@@ -36,7 +36,7 @@ CLIENTS_MAX = 8
 CLIENT_DEADLINE_S = 5.0
 """From a connection's beginning to its end; then it is cut."""
 CROWDED_DEADLINE_S = 1.0
-"""The same when there are `CLIENTS_MAX`, so that clients that hang make room for a probe."""
+"""The deadline while `CLIENTS_MAX` are connected: silent clients make room for a probe."""
 LOOP_DEADLINE_S = 0.8
 """How long the event loop may take to say something. A kubelet waits 1 s for an answer."""
 COLLECT_EVERY_S = 0.1

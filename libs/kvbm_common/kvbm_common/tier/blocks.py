@@ -326,7 +326,7 @@ class FoldedBlocks:
     def __init__(self, columns: BlockColumns) -> None:
         self._columns = columns
         self._taken = 0
-        """So many of the blocks, or their slots, are like all others."""
+        """Blocks (or their slots) that were unfolded already: they are kept like all others."""
 
     def __len__(self) -> int:
         """Return how many blocks are still to be unfolded."""

@@ -18,7 +18,7 @@ LOADS_MIN = 3
 SPREAD_MIN = 0.01
 """Sizes that differ by less than a tenth of their mean (squared here) make no line."""
 SURPRISE = 2.0
-"""So many times more or less than expected is a surprise."""
+"""The factor, up or down, from which on a cost is a surprise."""
 SURPRISE_MS = 2.0
 """… if it is more than the clocks of cores can tell."""
 SURPRISES_MAX = 3

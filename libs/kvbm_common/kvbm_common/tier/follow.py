@@ -73,7 +73,7 @@ class Verdict(Enum):
     """`ready` has it, and perhaps others that waited for it."""
     WAITS = auto()
     FULL = auto()
-    """It would wait, and there is no room: it is left out, and missing until a snapshot has it."""
+    """The event would wait, and there is no room: it is missing until a snapshot has it."""
     DUPLICATE = auto()
     OLD_EPOCH = auto()
 
@@ -125,11 +125,11 @@ class Followed(Generic[Item]):
     waiting: dict[int, Item] = field(default_factory=dict)
     """Events of the present epoch behind a hole, by seq."""
     hollow: bool = False
-    """What is held is less than the position says: no event may be applied on top."""
+    """Whether less is held than the position says: then no event may be applied on top."""
     asked_at_ms: int | None = None
     """When the snapshot that flies was asked for."""
     ask_at_ms: int = 0
-    """Not before this is a snapshot asked for."""
+    """The time before which no snapshot is asked for."""
     attempts: int = 0
 
     # ---- events ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ class PrefillCost(msgspec.Struct, frozen=True, array_like=True):
 
     token_ns: int
     pair_fs: int = 0
-    """More for each token before it."""
+    """Additional time of a token for each token before it."""
     before: int = 0
     unused: int = 0
     """What earlier connectors say of each copy, and no host tier uses; it keeps its place."""

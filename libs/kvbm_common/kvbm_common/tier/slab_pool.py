@@ -68,7 +68,7 @@ class SlabPool:
         self._empty: dict[int, Slab] = {}
         """CUT slabs without a slot in use, by number."""
         self.retired_bytes = 0
-        """What is out of use of all slabs."""
+        """Bytes out of use, of all slabs."""
         if count:
             self._add(layout.slot_bytes)
 

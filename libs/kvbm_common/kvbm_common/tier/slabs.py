@@ -22,7 +22,7 @@ class SlabState(Enum):
     """The states of a slab."""
 
     FREE = "free"
-    """It is not cut, and of no class."""
+    """Not cut into slots, and of no class."""
     CUT = "cut"
     LEAVING = "leaving"
     """Its class stages nothing in it any more: with the end of its last pin it becomes FREE."""
@@ -61,7 +61,7 @@ class SizeClass:
         self.slabs: dict[int, Slab] = {}
         """By number, in the order in which they were cut."""
         self.open: list[Slab] = []
-        """Those that are CUT and have a RESET slot; the last one is used first."""
+        """The slabs that are CUT and have a RESET slot; the last one is used first."""
         self.free_count = 0
         """RESET slots of slabs that are CUT."""
         self.own_left = 0
@@ -100,7 +100,7 @@ class Slab:
         """A stack: low slots first."""
         self.retired: list[int] = []
         self.retired_bytes = 0
-        """What is out of use of it, whatever class it has."""
+        """Bytes of the slab that are out of use, whatever its class is."""
 
     def __repr__(self) -> str:
         return f"Slab({self.number}, {self.state.name}, {self.size}, {len(self.reset)} reset)"

@@ -99,7 +99,7 @@ class Tenants:
         self._weight = shares.get(OTHERS, 1.0)
         self.unnamed = Tenant(b"", "", self._weight)
         self.named: dict[bytes, Tenant] = {}
-        """Those that have had a block here, by tag. What `unnamed` uses is what they do not."""
+        """Tag → tenant that has had a block here. What the others use is `unnamed`'s."""
         self._listed = {
             tag_of(name): (shown_name(name), weight)
             for name, weight in shares.items()

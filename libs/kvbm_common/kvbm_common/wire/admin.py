@@ -37,7 +37,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Change(_Message, frozen=True, kw_only=True):
     actor: Actor = ""
-    """Who wants it, for the audit stream; nothing is decided by it."""
+    """The person who asks, for the audit stream; no right follows from it."""
 
 
 # --- one block ------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class RemoveRequest(_Change, frozen=True, kw_only=True):
 
     hashes: Hashes | None = None
     prefix: Hex128 | None = None
-    """This block and all behind it, as far as this tier has the chain without a hole."""
+    """Select this block and all behind it, as far as this tier has the chain without a hole."""
     namespace: HexDigest | None = None
     everything: bool = False
 

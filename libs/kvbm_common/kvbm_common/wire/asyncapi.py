@@ -53,7 +53,7 @@ class Verb:
     request: type[msgspec.Struct]
     reply: type[msgspec.Struct]
     shared: bool = False
-    """Also on the subject where any replica answers."""
+    """Whether it is also on the subject where any replica answers."""
 
 
 def _operators_verbs() -> Iterable[Verb]:

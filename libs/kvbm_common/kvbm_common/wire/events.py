@@ -26,7 +26,7 @@ Token = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**32)]
-"""What is added up: more than any message can tell of, and years before a sum is no `Natural`."""
+"""A number that is added up: a sum of these stays a `Natural` for years."""
 Version = Annotated[int, Meta(ge=0, le=2**62)]
 """What others count on from: the next one must be a `Natural`, too."""
 Tier = Literal["device", "host", "disk", "object"]

@@ -69,7 +69,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     role: Literal["scheduler", "worker"]
     namespace: Namespace
     group_namespaces: GroupNamespaces = []
-    """Those of the model's other KV groups; `namespace` is the first group's."""
+    """The namespaces of the model's other KV groups; `namespace` is the first group's."""
     rank: Natural = 0
     world_size: Positive = 1
     agent: bytes = b""
@@ -108,14 +108,14 @@ class Welcome(_Message, frozen=True, kw_only=True):
     beat_ms: Positive
     """Say `Beat` at least this often, or everything you lease is taken back."""
     explains: bool = False
-    """It keeps why lookups miss: tell it the `Outcome` of those that were not used."""
+    """Whether it explains misses: tell it the `Outcome` of blocks that were not used."""
     traces: bool = False
-    """It passes spans on: give lookups a `trace`."""
+    """Whether it passes spans on: give lookups a `trace`."""
     filter: Natural = 0
     """The generation of the miss filter beside its arena (`memory/miss_filter.py`), by which an
     engine may answer a lookup itself, and tell it by `Misses`; 0: no filter."""
     hints: bool = False
-    """It takes a `SessionHint`."""
+    """Whether it takes a `SessionHint`."""
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -343,9 +343,9 @@ class Attach(_Message, frozen=True, kw_only=True):
     generation: Generation = ""
     """Part of the names of blocks that are stored after the engine's cache is cleared next."""
     adapters: list[Adapter] | None = None
-    """Those that requests have used. None: this engine's LoRA blocks are named by name alone."""
+    """The adapters that requests have used. None: an adapter's name alone names its blocks."""
     group_namespaces: GroupNamespaces = []
-    """Those of the model's other KV groups; `namespace` is the first group's."""
+    """The namespaces of the model's other KV groups; `namespace` is the first group's."""
     passes_through: str = ""
     """Why the engine computes without a cache; empty: it has one. People read it."""
 

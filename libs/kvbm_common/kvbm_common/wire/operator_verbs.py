@@ -87,7 +87,7 @@ class OperatorVerb:
     exactly_one_of: Sequence[str] = ()
     at_least_one_of: Sequence[str] = ()
     job: bool = False
-    """It takes long: the route answers with a job, whose steps are in `kvbm_metrics`."""
+    """Whether the route answers with a job, whose steps are in `kvbm_metrics`: it takes long."""
     method: Literal["GET", "POST"] = "POST"
     path: str = ""
     """Empty: /v1/ and the name."""
@@ -233,4 +233,4 @@ OPERATOR_VERBS = (
         ),
     ),
 )  # fmt: skip
-"""Each verb once."""
+"""Every verb."""

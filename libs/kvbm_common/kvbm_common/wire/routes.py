@@ -14,7 +14,7 @@ from kvbm_common.wire.scores import ScoreRequest, Weight
 ENGINES_MAX = 1_024
 """Engines in one question: 128 hosts with eight each."""
 PEER_WEIGHT = 0.5
-"""As a block on disk: a peer's block travels over the network first, at about that speed."""
+"""The weight of a block in a peer's memory: the network is about as fast as a disk."""
 RUNNING_BLOCKS = 1.0
 """A request that generates delays a prefill by little: enough to choose between engines that have
 equally much of a prompt, too little to give up several blocks."""
@@ -43,9 +43,9 @@ class RouteRequest(ScoreRequest, frozen=True, kw_only=True):
     engines: Annotated[list[EngineLoad], Meta(max_length=ENGINES_MAX)] = msgspec.field(
         default_factory=list
     )
-    """Those that may take it; empty: every engine that the index knows, all without load."""
+    """The engines that may take it; empty: every engine that the index knows, all without load."""
     peer_weight: Weight = PEER_WEIGHT
-    """As `weights`, for a block in the memory of another host; 0: peers are not read."""
+    """The weight of a block in the memory of another host; 0: peers are not read."""
     running_blocks: Amount = RUNNING_BLOCKS
     """What a running request costs, in blocks."""
 

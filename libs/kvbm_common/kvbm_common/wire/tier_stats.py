@@ -14,9 +14,9 @@ class SizeStats(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: Natural
     slabs: Natural
     slots: Natural
-    """Those that may be used."""
+    """The slots that may be used."""
     used: Natural
-    """Those that hold a block."""
+    """The slots that hold a block."""
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks: Natural
     bytes: Natural
     share_bytes: Natural
-    """What it keeps when others want all; 0: it has used nothing for an hour."""
+    """Bytes that the tenant keeps when others want all; 0: it has used nothing for an hour."""
     waiting: Natural = 0
     """Blocks that wait to be written."""
 

@@ -78,7 +78,7 @@ class HostArenas:
         self.usable: dict[int, ArenaReply] = {}
         """Epoch → mapped arena that blocks can be moved from and to."""
         self.lenders: dict[str, ArenaReply] = {}
-        """The same by the instance of their host tier."""
+        """Instance of a host tier → its usable arena."""
         self.staging = False
         """Disk-only mode: every block is for the disk."""
         self._store = store

@@ -30,7 +30,7 @@ class HostJoined:
 
     instance: str
     epoch: int = 0
-    """That life; 0: it was not said."""
+    """The life of the arena; 0: it was not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Journaled:
     """The records of batches are as durable as the configuration asks."""
 
     writes: tuple[int, ...]
-    """Those that became so together."""
+    """The writes that became durable together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Depth:
     reads: int | None = None
     writes: int | None = None
     written_bytes: int = 0
-    """What it took to find out."""
+    """Bytes that were written to find out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class StoreOpened:
     replay: Replay
     depth: Depth = Depth()
     replaced_format: bool = False
-    """It is in the place of a store of another format, whose blocks are lost."""
+    """Whether a store of another format was replaced, whose blocks are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,13 +286,13 @@ HostInput = (
     | ArenaKnown
     | ArenaFailed
 )
-"""What is heard of host tiers."""
+"""Inputs about host tiers."""
 WriteInput = Leased | LeaseFailed | Written | WriteFailed | Released | Journaled | JournalFailed
 """How the steps of a write have ended."""
 ReadInput = FillAsked | ReadLanded | ReadDone | ReadFailed
 """Fills, and how their reads have ended."""
 StoreInput = StoreOpened | StoreFailed | StoreAbsent | AnnounceMore | StoreDown | StoreUp
-"""What is heard of the store."""
+"""Inputs about the store."""
 HealthInput = StoreProbed | JournalRewritten | Synchronised
 """What tells how the store does, beside reads and writes."""
 Input = (

@@ -35,7 +35,7 @@ AHEAD_MS = 1
 """A block that is asked for ahead costs a fill so much of its turn: the front of a short run
 overtakes the tail of a long one, and no tail waits without end."""
 SUMMED_UP = 2
-"""So many times what may fly may be on its way, with what is summed up."""
+"""Reads on their way, those being summed up included, as a multiple of what may fly."""
 NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
 """Reasons of failed reads."""
 
@@ -70,7 +70,7 @@ class Read:
     too_large: dict[SequenceHash, str]
     """Blocks that are longer than the slots that were lent for them, and the reason to tell."""
     load: int
-    """What it weighs in flight."""
+    """How much the read weighs in flight."""
     started_ms: int
     state: ReadState
 

@@ -64,7 +64,7 @@ class Store:
         self.problem = ""
         """Why there is no store, or why it does not work, for /readyz."""
         self.layout: Layout | None = None
-        """None: there is no store."""
+        """How the store is cut; None: there is no store."""
         self.misfits = not kind.sized
         """Another store, or a first one, is to be opened once nothing is in flight."""
         self.read_blocks_max = limits.read_blocks_max

@@ -76,7 +76,7 @@ class Write:
     """The arena that the lease is for."""
     names: list[SequenceHash]
     told: Told
-    """What was told of each of them."""
+    """What was told of each of these blocks."""
     charged: int = 0
     """Bytes taken from the budget."""
     parents: Mapping[SequenceHash, SequenceHash] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Write:
     slots: list[tuple[int, Block]] = field(default_factory=list)
     """Staged file slots and what is being written into them."""
     load: int = 0
-    """What it weighs in flight."""
+    """How much the write weighs in flight."""
     started_ms: int = 0
     released_ms: int = 0
     recorded_ms: int = 0

@@ -36,7 +36,7 @@ class WriteQueue(dict[SequenceHash, Told]):
         super().__init__()
         self._tenants = tenants
         self._owner: dict[SequenceHash, Tenant] = {}
-        """As it was when a block came: one beyond TENANTS_MAX may have a share of its own later."""
+        """Block → its tenant when it came: a tenant may get a share of its own later."""
         self._queues: dict[Tenant, OrderedDict[SequenceHash, Told]] = {}
         """By tenant; those that wait for something."""
         self._had: dict[Tenant, float] = {}

@@ -55,7 +55,7 @@ class Writes:
         assert owner, "leases have an owner"
         self.flying = WritesInFlight(inventory.diary)
         self.may_begin = store.kind.sized
-        """Otherwise only after a first look at what is in the store."""
+        """Whether writes may begin; in a bucket only after a first look at what is stored."""
         self.pending = pending
         self._retries = pending.retries
         self._owner = owner

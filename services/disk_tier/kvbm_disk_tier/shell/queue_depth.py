@@ -35,7 +35,7 @@ DEPTH_MAX = 256
 IN_FLIGHT_BYTES_MAX = 64 * 1024 * 1024
 """At 10 GB/s a disk that answers in 6 ms has so much under way: none needs more."""
 TRANSFERS = 8
-"""What is in flight is cut into so many transfers: they end, and are followed, one by one."""
+"""Transfers that what is in flight is cut into: they end, and are followed, one by one."""
 SLOTS_MIN = 16
 """A store with fewer free slots has nothing to measure."""
 GOOD_ENOUGH = 0.9

@@ -75,11 +75,11 @@ class StoreOptions:
     direct: bool = True
     zerofill_fallback: bool = False
     cipher: str = ""
-    """As in the header."""
+    """The cipher, as in the header."""
     sync: str = "commit"
     """`commit`: data and journal are synchronised before a block is announced."""
     journal_records_per_slot: int = 4
-    """As the core has it: the space of so many is taken for the journal."""
+    """Records per slot, as the core counts them: the journal's space is taken for so many."""
 
 
 class Store:

@@ -24,7 +24,7 @@ CIPHER = "aes-256-gcm"
 EXTRA_BYTES = 4096
 """The cipher of sealed stores, and how many bytes longer their slots are; see `cipher.py`."""
 SHORTER_SLABS_MAX = 16
-"""So many times shorter than those of a new store, slabs are replaced: larger blocks do not fit."""
+"""Slabs that are so many times shorter than a new store's are replaced: no large block fits."""
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ class Arena:
         assert slots_wanted is None or slots_wanted >= 0, means.limits
         self.info = info
         self.layout: Layout | None = None
-        """None: the memory is not cut yet."""
+        """How the memory is cut; None: it is not cut yet."""
         self.failure = ""
         """Why the memory could not be made the last time."""
         self._table = table

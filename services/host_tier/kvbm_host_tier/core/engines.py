@@ -68,7 +68,7 @@ class Engine:
     pulled: tuple[PullPart, ...] = ()
     """Where a block is pulled from; empty until the engine is complete."""
     prefill: PrefillCost | None = None
-    """What it takes to compute, as its last lookup has said; None: not known."""
+    """What computing takes, as the engine's last lookup said; None: not known."""
 
     def __post_init__(self) -> None:
         self.label = str(self.id)

@@ -39,7 +39,7 @@ class FillState(Enum):
 
     FLYING = "flying"
     LENT = "lent"
-    """There was no answer, and the lower tier may still read into the slots."""
+    """The fill was not answered, and the lower tier may still read into the slots."""
 
     __hash__ = object.__hash__  # Enum's own is written in Python.
 

@@ -56,11 +56,11 @@ class Findable:
         self._unwritten: deque[NamesChanged] | None = None
         """What the filter that is being made lacks, oldest first; None: there is no such filter."""
         self._may_write = False
-        """This step is a tick: the next slice is written."""
+        """Whether this step is a tick, which writes the next slice."""
         self._used = self._used_before = 0
         """The generations of the filter in use and of the one before it; 0: no filter yet."""
         self._is_complete: bool | None = False
-        """None: what the filter in use says is not known."""
+        """Whether the filter in use says that it is complete; None: not known."""
         self._failures = 0
         """How often the present generation could not be made."""
         self._retry_ms: int | None = None

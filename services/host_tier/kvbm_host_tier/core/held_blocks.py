@@ -82,7 +82,7 @@ class HeldBlocks:
             self.table, means.counts, part_max=means.limits.hint_pin_percent / 100
         )
         self.known = KnownRuns(self.table, means.limits.stretch_blocks)
-        """What was answered of blocks that were looked up before."""
+        """The answers to earlier lookups, for blocks that are looked up again."""
         self.hits = ToldHits(self.table, below, means)
         self._search_at_ms: dict[tuple[int, Tenant], int] = {}
         """When a staging arena is searched again, by size of the blocks that want room and by their

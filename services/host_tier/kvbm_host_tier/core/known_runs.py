@@ -23,7 +23,7 @@ _OF_ONE_PART = frozenset({1})
 STRETCHES_MAX = 1_024
 """Stretches that are remembered: 65,536 blocks."""
 BLOCK_BYTES = HASH_BYTES + 96
-"""What is remembered of one block."""
+"""Memory for what is remembered of one block."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """So many blocks of a run that were looked up together."""
+    """Some blocks of a run that were looked up together."""
 
     packed: bytes
     names: list[SequenceHash]

@@ -34,7 +34,7 @@ TRY_MS = (200, 5_000)
 EXPLORED_BLOCKS = (4, 16)
 """Sizes of a try, in turn: two sizes tell what a load takes beside its bytes."""
 FAVOUR = 1.1
-"""What was chosen last for a medium and a length is chosen again unless it is so much dearer."""
+"""The factor by which the last choice for a medium and a length must be dearer to be changed."""
 NO_LOOKUP = (0, 0)
 """The place that waits for blocks of a try. No lookup has that number."""
 

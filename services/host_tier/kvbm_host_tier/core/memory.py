@@ -14,10 +14,10 @@ from kvbm_host_tier.core.miss_reason import CONTENTS_MAX
 SLOT_BYTES = 2_048
 """A block, its slot, its places in tables and in the policy; measured with `lru`: 800."""
 BELOW_BYTES = 320
-"""What is known of a block of a lower tier."""
+"""Memory for what is known of a block of a lower tier."""
 EXPLANATION_BYTES = 640
 FIRST_BLOCK_BYTES = 400
-"""What is known of the first block of a prompt, to see that only salt or namespace differ."""
+"""Memory for the first block of a prompt, by which misses for a salt or namespace are explained."""
 QUEUE_BYTES = 48 << 20
 """Messages that wait, offers, lookups, leases, the diary and its 20,000 entries."""
 

@@ -46,7 +46,7 @@ class PullPhase(Enum):
 
     FLYING = "flying"
     UNSETTLED = "unsettled"
-    """It has failed, and late bytes may still reach its slots: they are not used meanwhile."""
+    """The pull has failed, and late bytes may still reach its slots: they stay unused."""
 
     __hash__ = object.__hash__
 

@@ -61,7 +61,7 @@ class OpenLookup:
 
     engine: EngineId
     owner: str
-    """The same as text: the owner of the lease."""
+    """The lookup as text: the owner of the lease."""
     hashes: list[SequenceHash]
     answer_by_ms: int
     lease_until_ms: int
@@ -74,7 +74,7 @@ class OpenLookup:
     block_tokens: int = 0
     """Tokens that the engine would compute for each block; of a plan, on average."""
     state: LookupState | None = None
-    """None: the lookup does not wait for anything yet."""
+    """The state of a lookup that waits; None: it does not wait for anything yet."""
     came_from: dict[int, Medium] = field(default_factory=dict)
     """Index in the run → where its block came from, of blocks that were not here."""
     reason: str = ""
@@ -95,7 +95,7 @@ class OpenLookup:
     """Slots of a shorter hit, whose blocks are all here, pinned until the answer: else room for the
     plan's fills, or a cut of its run, could cost that hit."""
     known: Run = field(default_factory=Run)
-    """What was known of the first blocks when it came; of a plan, nothing."""
+    """What was known of the first blocks when the lookup came; empty with a plan."""
     blocks: list[Block] = field(default_factory=list)
     """The blocks in the first of `slots`, as far as their namespaces have been compared."""
 

@@ -56,9 +56,9 @@ class PeerPullState(Enum):
     QUEUED = "queued"
     FLYING = "flying"
     SETTLED = "settled"
-    """It is known to have settled, and not yet known to have failed."""
+    """The read is known to have settled, and not yet known to have failed."""
     UNSETTLED = "unsettled"
-    """It has failed, and late bytes may still reach its slots."""
+    """The read has failed, and late bytes may still reach its slots."""
 
     __hash__ = object.__hash__  # Enum's own is written in Python.
 

@@ -36,9 +36,9 @@ class Available:
 
     here: Has
     may_come: Has
-    """Those that are here, or below for their engine, or on their way for a lookup."""
+    """Tells of a block that is here, below for the engine, or on its way for a lookup."""
     takes_slot: Has
-    """Those that would have to be brought: neither here nor on their way."""
+    """Tells of a block that would have to be brought: it is neither here nor on its way."""
 
 
 class Presence:

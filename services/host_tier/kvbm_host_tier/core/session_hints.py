@@ -20,7 +20,7 @@ from kvbm_host_tier.core.session_pins import SessionKey
 from kvbm_host_tier.core.well_formed import require_chain
 
 PREFETCH_MS = 10_000
-"""Until then a prefetch waits for blocks; those that come later stay as well."""
+"""How long a prefetch waits for blocks; blocks that come later stay as well."""
 
 
 class SessionHints:

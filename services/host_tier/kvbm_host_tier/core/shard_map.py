@@ -39,9 +39,9 @@ class News(StrEnum):
     """What is heard of an instance: the events of the table."""
 
     ENTERED = "entered"
-    """It has an entry, and serves no engine yet."""
+    """The instance has an entry, and serves no engine yet."""
     TAKES = "takes"
-    """It has an endpoint, and takes blocks."""
+    """The instance has an endpoint, and takes blocks."""
     TAKES_NONE = "takes none"
     DELETED = "deleted"
     SILENT = "silent"
@@ -107,7 +107,7 @@ class MemberJoined:
     """Empty: it serves no engine yet."""
     takes: bool
     is_new: bool
-    """There was no entry before."""
+    """Whether there was no entry before."""
 
 
 @dataclass(frozen=True, slots=True)

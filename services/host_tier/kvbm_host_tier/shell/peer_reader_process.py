@@ -40,7 +40,7 @@ from kvbm_host_tier.shell.peer_reader_messages import (
 )
 
 CALL_DEADLINE_S = 10.0
-"""As in the puller."""
+"""Deadline of a call, as in the puller."""
 CLOSE_S = 0.5
 """For what flies when the host tier ends."""
 

@@ -36,7 +36,7 @@ LOOK_S = 0.2
 """How often the lock is tried, and the front looks whether its siblings are still there. A connect
 takes 50 µs, and an engine notices nothing for 3 s."""
 LOOK_ALONE_S = 5.0
-"""The same for a front without siblings: one that comes is in the registry at once."""
+"""How often a front without siblings looks: a new one is in the registry at once."""
 HAND_OVER_S = 1.2
 """How long engines may take to go when we end; a service has 2.5 s for all of its end."""
 

@@ -37,7 +37,7 @@ from kvbm_index.core.image import SegmentImage
 from kvbm_index.core.segments import BlockLookup, Segment, count_before, count_behind
 
 NO_LIMIT = 1 << 32
-"""More blocks than there can be."""
+"""A number of blocks that no chain has."""
 
 
 class Chains:

@@ -19,7 +19,7 @@ from kvbm_index.core.messages import Holder
 from kvbm_index.core.requests import BadRequest
 
 END = 1 << 64
-"""Above the first 8 bytes of every name."""
+"""A number above the first 8 bytes of every name."""
 
 
 class HeldBy(NamedTuple):

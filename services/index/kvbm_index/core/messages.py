@@ -22,7 +22,7 @@ class SourceKey(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Who holds blocks: one tier, rank and KV group of a source."""
+    """A holder of blocks: one tier, rank and KV group of a source."""
 
     host: str
     source: str

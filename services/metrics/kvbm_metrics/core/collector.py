@@ -76,7 +76,7 @@ class Instance:
     stats: StatsReply | None = None
     snapshot: MetricsSnapshot | None = None
     up: bool = False
-    """It has answered, if only with an error."""
+    """Whether the service has answered, if only with an error."""
     failure: str = ""
     """Why there are no stats."""
 
@@ -87,7 +87,7 @@ class Instance:
 
     @property
     def ready(self) -> bool:
-        """It has answered and serves."""
+        """Whether the service has answered, and serves."""
         return self.stats is not None and self.stats.ready
 
     @property

@@ -18,7 +18,7 @@ from kvbm_metrics.core.rates import WINDOW_S, Rates
 from kvbm_metrics.core.recent_models import HistoryPoint
 
 SPACING_S = WINDOW_S
-"""As long as the window of a rate, so that each second counts in one point."""
+"""Seconds between two points: the window of a rate, so that each second counts in one point."""
 POINTS = 360
 """An hour."""
 SERIES_MAX = 65

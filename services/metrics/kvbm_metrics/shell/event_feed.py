@@ -35,7 +35,7 @@ HEARTBEAT_S = 10.0
 """An idle feed says so, so that proxies keep it and a reader notices that it is gone."""
 TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
-"""Each is a consumer of the stream in NATS."""
+"""Feeds at the same time: each is a consumer of the stream in NATS."""
 EVERYTHING = f"{SUBJECT_PREFIX}.*.*.*"
 """The subject of all events: positions in its stream count messages, of one event or many."""
 

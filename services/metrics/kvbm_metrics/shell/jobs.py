@@ -54,7 +54,7 @@ class Job:
     state: JobState = "running"
     ended_ms: int = 0
     progress: dict[str, int] = field(default_factory=dict)
-    """What was counted so far, by name."""
+    """Name of a figure → what was counted so far."""
     errors: dict[str, str] = field(default_factory=dict)
     """Why an instance did not do its part, by `kind.host.instance`."""
     is_stopping: bool = False

@@ -41,9 +41,9 @@ class Answer:
     """What a store has answered to a list, as far as it could be read."""
 
     is_listing: bool
-    """It has the marks of one: whether it is cut off, at least."""
+    """Whether the answer has the marks of a listing, at least whether it is cut off."""
     prefix: str | None
-    """What it says that it was asked for; None: nothing."""
+    """The prefix that the answer repeats; None: it repeats none."""
     is_truncated: bool
     names: Sequence[str]
 

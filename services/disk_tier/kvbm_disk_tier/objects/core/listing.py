@@ -38,9 +38,9 @@ WAITING_MAX = 20_000
 """Objects that wait for the slots of others: about 6 MB."""
 MISSING_MAX = 2
 DOUBTED_MIN = 64
-"""So few missing blocks are believed gone at once."""
+"""Missing blocks that are always believed to be gone."""
 DOUBTED_SHARE = 8
-"""And so is one part of so many of those that were looked for."""
+"""One part of so many of the blocks that were looked for is believed to be gone, too."""
 
 
 class ListingState(Enum):

@@ -106,7 +106,7 @@ class Place:
 
     number: int
     folders: Sequence[str]
-    """Those of the listing, shared: there may be many, and many ranges."""
+    """The folders of the listing, shared: there may be many, and many ranges."""
     digits: str
     state: RangeState
     at: int = 0

@@ -23,7 +23,7 @@ that is forgotten here may be listed though it is deleted: the next read finds o
 ROOM = 10_000
 """A listing that finds much to delete waits while more than so many wait."""
 ROOM_WAIT_S = 2.0
-"""But no longer than this for each page: the store may refuse to delete."""
+"""How long a page waits for room at most: the store may refuse to delete."""
 
 log = OncePerKind(logging.getLogger(__name__))
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 
 class Lanes:
-    """So many lanes, for the tasks of one event loop."""
+    """Lanes for the tasks of one event loop."""
 
     def __init__(self, count: int) -> None:
         assert count > 0

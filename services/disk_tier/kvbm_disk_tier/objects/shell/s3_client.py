@@ -20,7 +20,7 @@ from kvbm_disk_tier.objects.shell.listing_xml import EVENT, before_parse
 
 CONNECT_S = 2.0
 READ_S = 5.0
-"""What is waited for one piece of an answer."""
+"""How long to wait for one piece of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
