@@ -35,6 +35,9 @@ BOUNDS: dict[str, tuple[int, int]] = {
 }
 """Package → (banned phrases, docstrings that are too short). Lower a bound when a count falls."""
 
+FRAGMENTS = ("Of ", "Those ", "That of ", "The same", "They ", "So many ", "Whose ", "As in ")
+"""What a text that needs the line above it begins with."""
+
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -95,6 +98,17 @@ def not_begun_by_a_verb(source: str) -> list[tuple[int, str]]:
     return found
 
 
+def fragments_of(source: str) -> list[tuple[int, str]]:
+    """Return line and text of the strings below a name or a definition that do not stand alone."""
+    found = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
+    ]
+    return [(line, text) for line, text in found if text.startswith(FRAGMENTS)]
+
+
 def offences(package: Path) -> tuple[list[str], list[str]]:
     """Return what breaks each of the two rules in a package, with its place."""
     banned: list[str] = []
@@ -130,6 +144,23 @@ def test_rule_of_verbs_sees_functions_and_methods() -> None:
         '    async def h(self) -> int:\n        """Return the number of things; 0: none."""\n'
     )
     assert not_begun_by_a_verb(source) == [(4, "The number of all things.")]
+
+
+def test_fragments_below_names_are_seen() -> None:
+    """Goal: constants and attributes are read as well, and words that only begin alike are not."""
+    source = 'X = 1\n"""Of a name."""\nclass C:\n    y = 2\n    """Offers of an engine."""\n'
+    assert fragments_of(source) == [(2, "Of a name.")]
+
+
+@pytest.mark.parametrize("package", BOUNDS)
+def test_no_text_below_a_name_is_a_fragment(package: str) -> None:
+    """Goal: a constant, an attribute and a function are understood without the line above."""
+    found = [
+        f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
+        for path in sorted(PACKAGES[package].rglob("*.py"))
+        for line, text in fragments_of(path.read_text())
+    ]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("package", BOUNDS)

@@ -55,8 +55,8 @@ LOADER_OPTIONS = frozenset({
     "enable_multithread_load", "num_threads", "enable_weights_track", "distributed",
     "concurrency", "memory_limit", "pattern",
 })  # fmt: skip
-"""Of an engine's `model_loader_extra_config`: how files below the model's path are read, and
-which."""
+"""Options of an engine's `model_loader_extra_config` that say which files below the model's path
+are read, and how."""
 FILES_MAX = 10_000
 PAGE_BYTES = 4096
 WHOLE_BYTES = 4 << 20

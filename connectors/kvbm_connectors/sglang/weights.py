@@ -26,8 +26,8 @@ from kvbm_connectors.sglang.adapters import adapters_of
 from kvbm_connectors.sglang.harmless import HARMLESS
 
 LIFE = secrets.token_hex(8)
-"""Of this rank's process. Dummy weights have no other name: each life draws its own, and trainers
-push the real ones later. Ranks share no pages then; only latent attention shares any."""
+"""The name of dummy weights: each life of this rank's process draws its own, since trainers push
+the real ones later. Ranks share no pages then; only latent attention shares any."""
 LOCAL = frozenset({
     "auto", "safetensors", "fastsafetensors", "pt", "sharded_state", "gguf",
     "bitsandbytes", "mistral", "layered", "runai_streamer",

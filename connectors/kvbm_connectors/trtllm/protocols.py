@@ -18,7 +18,7 @@ SOURCES = (
 BAD_PAGE = -1
 """`BAD_PAGE_INDEX` (1.3, runtime/kv_cache_manager_v2): a block that has no page."""
 DEFAULT_PRIORITY = 35
-"""Of a block whose request has no retention configuration: `KvCacheRetentionConfig`'s
+"""The priority of a block whose request has no retention configuration: `KvCacheRetentionConfig`'s
 `kDefaultRetentionPriority` (cpp/include/tensorrt_llm/executor/executor.h)."""
 
 

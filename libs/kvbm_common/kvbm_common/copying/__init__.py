@@ -63,7 +63,7 @@ class Places:
 
     @property
     def spans(self) -> Spans:
-        """The same pieces, block by block, for a transfer."""
+        """These pieces as spans for a transfer, block by block."""
         lengths = np.broadcast_to(self.lengths, self.addresses.shape)
         zeros = np.zeros(self.addresses.size, dtype=np.uint64)
         return Spans(np.stack([self.addresses.reshape(-1), lengths.reshape(-1), zeros], axis=1))

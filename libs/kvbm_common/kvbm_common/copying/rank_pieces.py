@@ -151,7 +151,7 @@ class BlockCopy:
 
     @property
     def arena(self) -> Places:
-        """The same pieces in the arena."""
+        """The pieces of `device` in the arena."""
         return self.pieces.coarse.in_slots(self.slots)
 
 

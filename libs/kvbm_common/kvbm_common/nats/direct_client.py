@@ -92,8 +92,8 @@ PROBE = (b"0", b"MSG probe 0 5\r\nhello\r\n")
 """A subscription that no client has, and a message for it."""
 
 PINGS_SPARED = 2
-"""So many in a row, where messages come anyway. The next one goes out: what comes says nothing of
-what is sent."""
+"""Pings in a row that are left out while messages come. The next one goes out: what the server
+sends does not prove that it hears us."""
 
 UNKNOWN_CLIENT = ("authorization violation", "authentication expired", "authentication revoked")
 """What a server says to a client whose credentials it does not take any more."""

@@ -176,7 +176,7 @@ class PrefetchRequest(_Change, frozen=True, kw_only=True):
 
 
 class PrefetchReply(_Message, frozen=True, kw_only=True):
-    """So many blocks from the first on are in host memory; `filled` of them were brought now."""
+    """How many blocks, from the first on, are in host memory; `filled` of them were brought now."""
 
     blocks: Natural
     filled: Natural

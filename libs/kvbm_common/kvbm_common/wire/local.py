@@ -192,7 +192,7 @@ class Lookup(_Message, frozen=True, kw_only=True):
     parent: str = ""
     """With a trace: the `traceparent` of the engine's own span, if it has one."""
     groups: Annotated[list[GroupRun], Meta(max_length=GROUPS_MAX)] = []
-    """Of a model with several KV groups: how `hashes` is cut into groups. The answer is the largest
+    """How `hashes` is cut into KV groups, if the model has several. The answer is the largest
     boundary at which every group has what a hit needs."""
     prefill: PrefillCost | None = None
     """What the engine takes to compute instead, as far as that was measured."""
@@ -267,10 +267,10 @@ class Found(_Message, frozen=True, kw_only=True):
     part_checksums: list[int] = []
     """What a former release said of parts: neither said nor read."""
     boundary: Natural = 0
-    """Of a lookup with groups: the tokens of the hit. `slots` are those of the blocks that it needs
+    """The tokens of the hit, in a lookup with groups. `slots` are those of the blocks that it needs
     (`tier/kv_groups.py`), group after group."""
     shared: Natural = 0
-    """Of a lookup with groups: the tokens up to which every group that needs all blocks has them.
+    """The tokens up to which every group that needs all blocks has them, in a lookup with groups.
     Behind `boundary`, blocks of other groups are missing: prompts part here."""
     part_sums: bytes = b""
     """The packed checksums of each block's parts (8 bytes each, little-endian), block after block:

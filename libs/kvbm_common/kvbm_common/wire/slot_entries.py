@@ -44,6 +44,6 @@ class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
     part_checksums: list[int] = []
     """What a former release said of parts: neither said nor read."""
     parts: GridCode = 1
-    """As in `LeasedSlot`."""
+    """The code of the grid that cuts it into parts, as in `LeasedSlot`."""
     part_sums: builtins.bytes = b""
     """The packed checksums of the parts, in base64, if the block has several."""

@@ -57,7 +57,7 @@ _RECORD = np.dtype(
         "itemsize": RECORD_BYTES,
     }
 )  # fmt: skip
-"""The same for many records at once."""
+"""The layout of a record for numpy, which packs many at once."""
 
 
 class Operation(IntEnum):

@@ -69,8 +69,8 @@ class DiskTierLimits:
     journal_records_per_slot: int = 4
     """The journal is rewritten when it holds more than this per slot (and 65,536)."""
     rewritten_slots_max: int = 2_048
-    """So many slots are looked at for one part of a rewrite: some 5 ms of the core, and as much of
-    the thread that writes."""
+    """Slots of one part of a rewrite: some 5 ms of the core, and as much of the thread that
+    writes."""
     tenant_shares: str = ""
     """What tenants weigh (KVBM_TENANT_SHARES)."""
     announced_blocks_max: int = EVENT_BLOCKS_MAX
