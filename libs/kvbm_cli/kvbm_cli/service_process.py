@@ -1,4 +1,4 @@
-"""One service of a stack: a child process, started again after a crash if wanted."""
+"""One service of a stack: a child process, which is restarted after a crash if wanted."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from kvbm_common.runtime.processes import dying_with_parent
 from kvbm_common.service.process import BAD_SETTINGS
 
 BACKOFF_S = (0.1, 0.3, 1.0, 3.0, 5.0)
-"""Pauses before a crashed service is started again; the last one repeats."""
+"""Pauses before a crashed service is restarted; the last one repeats."""
 STEADY_S = 30.0
-"""A service that lived so long starts with the shortest pause again."""
+"""A service that has run for so long is restarted after the shortest pause again."""
 NOT_STARTED = 126
-"""The code of a life that never began: no memory, process or descriptor was left for it."""
+"""The exit code of a process that could not be started: no memory, process or descriptor left."""
 
 _log = logging.getLogger(__name__)
 
 
 class Pauses:
-    """The pauses before a crashed process is started again."""
+    """The pauses before a crashed process is restarted."""
 
     def __init__(self) -> None:
         self._crashes = 0
         self.begin()
 
     def begin(self) -> None:
-        """Take note that a life begins."""
+        """Note that the process is started."""
         self._started_s = time.monotonic()
 
     def next_s(self) -> float:
-        """Take note that it has ended; returns how long to wait before the next one."""
+        """Note that the process has ended; returns how long to wait before the next start."""
         is_steady = time.monotonic() - self._started_s > STEADY_S
         self._crashes = 1 if is_steady else self._crashes + 1
         return BACKOFF_S[min(self._crashes, len(BACKOFF_S)) - 1]
 
 
 class ServiceProcess:
-    """One service, started again after a crash if wanted."""
+    """The process of one service, and the task that restarts it."""
 
     def __init__(
         self, kind: str, *, environ: Mapping[str, str], restart: bool, log_path: Path | None
     ) -> None:
         self.kind = kind
         self.description = ""
-        """What the service said when it was ready."""
+        """The service's own words in the line that says that it is ready."""
         self.restarts = 0
         self._environ = environ
         self._restart = restart
@@ -71,11 +71,11 @@ class ServiceProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it serves, as far as it said so."""
+        """Whether the service has said that it serves."""
         return self._ready.is_set()
 
     def start(self) -> None:
-        """Start it; `wait_ready` says when it serves."""
+        """Start the service; `wait_ready` waits until it serves."""
         assert self._task is None or self._task.done(), f"{self.kind} runs already"
         self._unwanted.clear()
         self._ready.clear()
@@ -83,7 +83,7 @@ class ServiceProcess:
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.kind}")
 
     async def wait_ready(self, *, deadline_s: float) -> None:
-        """Wait until it serves; raises ServiceFailed when it ends or takes too long."""
+        """Wait until the service serves; raises ServiceFailed when it ends or takes too long."""
         assert self._task is not None, f"{self.kind} was not started"
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait(
@@ -125,7 +125,7 @@ class ServiceProcess:
             if self._unwanted.is_set() or not self._restart or hopeless:
                 return code
             pause_s = pauses.next_s()
-            _log.warning("%s ended with code %s; again in %s s", self.kind, code, pause_s)
+            _log.warning("%s ended with code %s; restarting in %s s", self.kind, code, pause_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._unwanted.wait()
@@ -133,7 +133,7 @@ class ServiceProcess:
             self.restarts += 1
 
     async def _live(self) -> int:
-        """Run one life of the process, from start to exit code."""
+        """Run the process once, from its start to its exit code."""
         with contextlib.ExitStack() as files:
             log = files.enter_context(self._log_path.open("ab")) if self._log_path else None
             self._process = await asyncio.create_subprocess_exec(

@@ -35,10 +35,10 @@ from kvbm_cli.service_process import ServiceProcess
 NATS = "nats"
 SERVICES = ("consolidator", "index", "host-tier", "disk-tier", "object-tier", "metrics")
 READY_DEADLINE_S = 15.0
-"""Five interpreters on a loaded two-core machine; usually it takes one to two seconds."""
+"""How long services may take to start: one to two seconds, more on a loaded machine."""
 ALLOCATE_S_PER_GB = 8.0
-"""More for the arena, which is allocated first. Measured: 0.2 s per GB, and 4 s on a busy virtual
-machine that gets the memory from its host at that moment."""
+"""Additional time for the arena, which is allocated first. Measured: 0.2 s per GB, and 4 s on a
+busy virtual machine that gets the memory from its host at that moment."""
 STOP_DEADLINE_S = 3.7
 """A service ends itself after 3 s at the latest; then it is killed."""
 NATS_STOP_DEADLINE_S = 0.8
@@ -120,8 +120,10 @@ class Stack:
         nats_url: str | None = None,
         restart: bool = False,
     ) -> Stack:
-        """Create a stack with a name, ports and directories of its own, which go with it; and with
-        a NATS of its own, unless there is an address of another."""
+        """Create a stack with a name, ports and directories of its own, which are removed with it.
+
+        It has a NATS of its own, unless `nats_url` names another.
+        """
         directory = PrivateDirectory()
         own: dict[str, object] = {
             "host": directory.host,
@@ -210,14 +212,14 @@ class Stack:
             self._owned.remove()
 
     def keep_logs(self) -> Path | None:
-        """Have a private stack's logs outlive it; returns where they are. Others keep theirs."""
+        """Keep a private stack's logs at its end; returns where. Other stacks keep theirs."""
         if self._owned is None:
             return None
         self._log_dir = self._owned.keep_logs()
         return self._log_dir
 
     async def kill(self, kind: str) -> None:
-        """End one service (or `nats`) like a crash, with SIGKILL; it is not started again."""
+        """Kill one service (or `nats`) with SIGKILL, like a crash, and do not restart it."""
         if kind == NATS:
             assert self._nats is not None, "NATS is not ours"
             await self._nats.kill()
@@ -259,7 +261,7 @@ class Stack:
                 await bus.close()
 
     def _make_nats(self, *, restart: bool) -> NatsProcess:
-        """Make the server where the settings want one; raises ConfigError for another's address."""
+        """Make the server at the address of the settings; raises ConfigError for a remote one."""
         url = urlsplit(self.settings.nats_url)
         address = url.hostname or LOOPBACK
         if not (is_loopback(address) or self.settings.nats_open):
@@ -293,7 +295,7 @@ class Stack:
         runtime_dir = self.settings.runtime_dir
         leftovers = [runtime_dir / "stack.lock"]
         if "host-tier" in self.services:
-            # Those of another stack that runs, on a host of the same name, are locked, and stay.
+            # Arenas of another stack on a host of the same name are locked, and stay.
             remove_stale(self.settings.shm_dir, f"kvbm-{self.settings.host}-")
             path = Path(self.settings.host_tier_endpoint.removeprefix("ipc://"))
             leftovers += [path, Path(f"{path}.lock")]

@@ -142,7 +142,7 @@ async def test_crashed_nats_is_started_again(caplog: pytest.LogCaptureFixture) -
         await wait_until(lambda: stack.pids.get("nats", first) != first)
         await wait_served(stack)
         assert stack.pids["sample"] == service
-        assert "nats has ended" in caplog.text
+        assert "nats-server has ended" in caplog.text
         await stack.kill("nats")
         await stack.start("nats")
         os.kill(first := stack.pids["nats"], signal.SIGKILL)
@@ -164,12 +164,12 @@ async def test_a_nats_that_cannot_come_back_at_once_is_tried_again(
 
         monkeypatch.setattr(NatsServer, "start", fail)
         os.kill(stack.pids["nats"], signal.SIGKILL)
-        await wait_until(lambda: "nats cannot be started: planted" in caplog.text)
+        await wait_until(lambda: "nats-server cannot be started: planted" in caplog.text)
         failing = False
         await wait_until(lambda: "nats" in stack.pids)
         failing = True
         os.kill(stack.pids["nats"], signal.SIGKILL)
-        await wait_until(lambda: caplog.text.count("nats has ended") == 3)
+        await wait_until(lambda: caplog.text.count("nats-server has ended") == 3)
     assert stack.pids == {}
 
 

@@ -1,19 +1,25 @@
 """A subscription to a stream that delivers every message in order, whatever happens to NATS.
 
 It owns an ephemeral push consumer without acknowledgements. Messages carry two numbers: their
-position in the stream and in the consumer. A hole in the second means that something was lost on
-the way; silence (no message and no heartbeat) means that the consumer is gone. Either way, and
-after every reconnection, a new consumer continues after the last position delivered. If the stream
-itself is another one (deleted, or NATS lost its store), delivery restarts from its beginning:
-readers know their events by (source, epoch, seq) and drop what they have seen. What was lost with
-the old one need not show as a gap: `on_stream_lost` tells the reader. So it does when the stream
-has dropped messages before a slow reader took them. In a subscription to all of it that shows as a
-hole in the positions, and the call comes after everything before the loss was delivered. A part of
-a stream has holes anyway; there a watch compares every `CHECK_S` what the stream still has with how
-far delivery is known to be complete (`stream_positions`), and the call comes a little later.
+position in the stream, and their number in the consumer. A new consumer continues behind the last
+position delivered
 
-Flow control bounds what is in flight: the server pauses until we answer its request, and we answer
-only when the reader has taken everything before it.
+- when a consumer number is missing: a message was lost on the way,
+- in silence, without message or heartbeat: the consumer is gone,
+- after every reconnection.
+
+If the stream was replaced (deleted, or NATS lost its store), delivery restarts from its beginning:
+readers know their events by (source, epoch, seq) and drop those that they have seen. Messages that
+were lost with the old stream need not show as a gap, so `on_stream_lost` tells the reader.
+
+The same call tells of messages that the stream dropped before a slow reader took them. A
+subscription to the whole stream sees a hole in the positions; the call comes when everything before
+the hole was delivered. A subscription to a part has holes anyway. There a watch compares every
+`CHECK_S` what the stream still has with how far delivery is known to be complete
+(`stream_positions`), and the call comes a little later.
+
+Flow control bounds the messages in flight: the server pauses until we answer its request, and we
+answer when the reader has taken everything before it.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ from kvbm_common.nats.streams import StreamSpec
 SILENCE_S = 3.0
 """After so long without a message or heartbeat the consumer is taken for lost."""
 CHECK_S = 5.0
-"""How often a subscription to a part of a stream looks whether something was dropped."""
+"""How often a subscription to a part of a stream looks whether messages were dropped."""
 BATCH_MAX = 128
 """Messages per batch: enough to amortise a wake-up, few enough to keep the event loop alive."""
 CONTROL = "100"
@@ -85,10 +91,10 @@ class EventSubscription:
         assert HEARTBEAT_S_MIN <= heartbeat_s < SILENCE_S, heartbeat_s
         self._heartbeat_s = heartbeat_s
         self.heard_s = time.monotonic()
-        """When anything has come last, an idle server's heartbeats included."""
+        """When the last message or heartbeat came."""
         self._on_stream_lost = on_stream_lost or (lambda: None)
         self._whole = spec.is_all(subject) and start != "last_per_subject"
-        """Every message of the stream is wanted, so positions have no holes."""
+        """Whether every message of the stream is wanted, so that a hole in positions is a loss."""
         self._watched = on_stream_lost is not None and not self._whole
         self._horizon = Horizon()
         self._consumer_name = ""
@@ -109,9 +115,9 @@ class EventSubscription:
         self._forget_reconnect = link.on_reconnect(self._arrival.set)
         self._closed = False
         self.refusal = ""
-        """Why no consumer could be made the last time; empty: one is in place, or not tried."""
+        """Why no consumer could be made the last time; empty: there is one, or none was tried."""
         self.recreated = 0
-        """How often a consumer was made again; the first one does not count."""
+        """How often a consumer was made again, without the first one."""
 
     @property
     def live(self) -> bool:
@@ -120,7 +126,7 @@ class EventSubscription:
 
     @property
     def created(self) -> datetime | None:
-        """When the stream was made that the last batch came from."""
+        """When the stream of the last batch was made."""
         return self._stream.created if self._stream is not None else None
 
     async def wait_caught_up(self, *, deadline_s: float) -> None:
@@ -171,7 +177,9 @@ class EventSubscription:
                 await self._arrival.wait()
         except TimeoutError:
             if self._link.connected:
-                _log.info("%s: silence on %s", self._spec.name, self._subject)
+                _log.info(
+                    "%s: silence on %s; making a new consumer", self._spec.name, self._subject
+                )
                 await self._drop_consumer()
 
     async def _take(self) -> list[EventMessage]:
@@ -183,25 +191,24 @@ class EventSubscription:
             # An event says where it stands; its headers need not be read to tell what it is.
             if not is_event(message):
                 self._arrived.popleft()
-                # Other statuses tell of a consumer that has no more to say.
+                # Any other status means that the consumer has ended.
                 is_control = message.headers.get("Status") == CONTROL
                 intact = is_control and await self._take_control(message)
             else:
                 place = positions_of(message.reply)
                 if batch and self._whole and 0 < self._position < place[0] - 1:
-                    break  # What is behind a hole is a batch of its own.
+                    break  # The call about the loss comes between two batches.
                 self._arrived.popleft()
                 intact = self._take_message(message, place, batch)
             if not intact:
-                _log.info("%s: messages lost on the way", self._spec.name)
+                _log.info(
+                    "%s: messages were lost on the way; making a new consumer", self._spec.name
+                )
                 await self._drop_consumer()
         return batch
 
     def _take_several(self, batch: list[EventMessage]) -> bool:
-        """Take what has arrived, as much as there is room for, if no number is missing in it.
-
-        False: nothing was taken.
-        """
+        """Take several messages at once, if no number is missing; False: none was taken."""
         arrived = list(islice(self._arrived, self._batch_max - len(batch)))
         placed = alike_positions([message.reply for message in arrived])
         if placed is None:
@@ -270,7 +277,7 @@ class EventSubscription:
                 _log.debug("%s: the stream's position cannot be read: %s", self._spec.name, error)
                 continue
             if name != self._consumer_name or stream is None or now.created != stream.created:
-                continue  # The maker of the next consumer has compared.
+                continue  # `_place_start` of the next consumer has compared.
             taken = self._consumer_position
             if self._horizon.look(consumer, now.state, position=position, taken=taken):
                 _log.warning("%s may have dropped messages of %s", self._spec.name, self._subject)
@@ -334,7 +341,9 @@ class EventSubscription:
             self._horizon.begin(self._position, stream.state)
         another = stream.created != created or stream.state.last_seq < self._position
         if another:
-            _log.warning("%s is another stream than before; reading it all", self._spec.name)
+            _log.warning(
+                "the stream %s was replaced; reading it from the beginning", self._spec.name
+            )
             self._position = 0
             self._horizon.begin(stream.state.first_seq - 1, stream.state)
             self._on_stream_lost()
@@ -344,15 +353,15 @@ class EventSubscription:
             self._skip_dropped(stream.state)
 
     def _unwanted(self, state: StreamState) -> int:
-        """Return up to where a new reader wants nothing: what was dropped before is no loss."""
-        # Who reads the last message of each subject asks elsewhere for the rest.
+        """Return the position up to which a new reader wants nothing: a drop there is no loss."""
+        # A reader of the last message of each subject gets the rest elsewhere.
         from_now = self._start in ("new", "last_per_subject")
         return state.last_seq if from_now else state.first_seq - 1
 
     def _skip_dropped(self, state: StreamState) -> None:
-        """Skip what came after our position and is gone.
+        """Skip messages behind our position that are gone.
 
-        In a part of a stream it need not be ours.
+        In a subscription to a part of the stream they may all be of other subjects.
         """
         self._position = state.first_seq - 1
         if self._watched and self._horizon.certain >= self._position:

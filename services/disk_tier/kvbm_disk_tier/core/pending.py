@@ -1,9 +1,9 @@
-"""Pending blocks: which of them deserve the disk, how they wait, and how many may go at once.
+"""Pending blocks: the admission to the disk, the queue of writes, and the size of a batch.
 
-    told of by a host tier → admission → wait, oldest first → the next batch, of one arena
+    announced by a host tier → admission → queue, oldest first → the next batch, of one arena
 
-A batch is the larger, the faster the disk is. It waits for the write budget. What no host tier has
-answered for comes back, behind all others.
+The faster the disk, the larger a batch. A batch waits for the write budget. Blocks whose host tier
+has not answered go back into the queue, behind all others.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from kvbm_disk_tier.core.write_budget import WriteBudget
 from kvbm_disk_tier.core.write_queue import Told, WriteQueue
 
 SCAN_MAX = 256
-"""Blocks that are looked at for a batch: it is of one host tier and of one size."""
+"""Blocks that are searched for a batch, whose blocks are of one host tier and one size."""
 TRIES_MAX = 20
-"""With the breaker's pauses about a quarter of an hour; then a block is given up."""
+"""Tries until a block is given up: with the breaker's pauses, a quarter of an hour."""
 UNANSWERED = (BusUnavailable.code, DeadlineExceeded.code, NoResponder.code)
-"""Reasons that say nothing of the blocks. After any other the same would come again."""
+"""Failures that are worth another try: any other would come again."""
 FAST_MS = 100
-"""A batch that took no longer, the wait for those before it included, may be followed by one of
-twice the size."""
+"""A batch that took no longer, with the wait for earlier ones, may be followed by one of twice
+the size."""
 SLOW_MS = 250
-"""One that took longer is followed by one of half the size."""
+"""A batch that took longer is followed by one of half the size."""
 BATCH_BYTES_MAX = 64 * 1024 * 1024
 ARENA_SHARE = 32
-"""No batch pins more than one part of so many of a host tier's memory, if that is a transfer."""
+"""A batch pins at most 1/32 of a host tier's memory, but at least one transfer."""
 DROPPED_MAX = 65_536
 """Dropped blocks whose children are not written, 200 bytes each."""
 CUT_OFF = "a block before it was not written"
 GONE = "it had left host memory when its turn came"
 FULL = "too many blocks were waiting"
 OVERLOAD = (CUT_OFF, GONE, FULL)
-"""The disk is too slow. Whatever else keeps a block from the disk says nothing of the next one."""
+"""Reasons that mean that the disk is too slow; others say nothing about the next block."""
 
 
 class Admission:
@@ -68,7 +68,7 @@ class Admission:
     def chosen(
         self, names: Sequence[SequenceHash], now_ms: int, *, staging: bool
     ) -> Sequence[SequenceHash]:
-        """Return the blocks that deserve the disk. `staging`: they are nowhere else."""
+        """Return the blocks that are to be written. `staging`: they exist nowhere else."""
         if not self.shards.is_alone:
             names = self.shards.owned(names)
         if staging or not self.filter.enabled:
@@ -79,9 +79,9 @@ class Admission:
         return passing
 
     def uncounted(self, names: Iterable[SequenceHash], now_ms: int) -> list[SequenceHash]:
-        """Return those that the filter does not know.
+        """Return the names that the filter does not know.
 
-        A snapshot repeats what events have told: one sight must not count twice.
+        A snapshot repeats what events have told: one use must not count twice.
         """
         return [name for name in names if not self.filter.count(name, now_ms)]
 
@@ -122,8 +122,8 @@ class BatchSize:
 class Retries(Breaker):
     """The breaker of the host tiers' answers, with the tries of each block that has failed.
 
-    NATS may be away for seconds or minutes, and says so at once: without a pause everything that
-    waits for the disk would be asked for in vain, and forgotten, in a moment.
+    NATS may be away for minutes, and a request then fails at once. Without a pause, all blocks in
+    the queue would use up their tries within a moment.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Retries(Breaker):
         self.tries: dict[SequenceHash, int] = {}
 
     def unanswered(self, names: Sequence[SequenceHash], now_ms: int) -> list[SequenceHash]:
-        """Note that these were asked for in vain; returns those that are worth another try."""
+        """Note a failed request for these blocks; returns those that may be tried again."""
         assert names, "a host tier is asked for blocks"
         self.trouble(now_ms)
         again: list[SequenceHash] = []
@@ -150,7 +150,7 @@ class Retries(Breaker):
 
 
 class PendingBlocks:
-    """Block → what was told of it."""
+    """The blocks that wait to be written, and what their host tiers told of them."""
 
     def __init__(
         self,
@@ -176,13 +176,13 @@ class PendingBlocks:
     def add(
         self, name: SequenceHash, told: Told, now_ms: int, parent: SequenceHash | None = None
     ) -> None:
-        """Let a block wait behind all others, if there is room and it could be reached on disk.
+        """Queue a block behind all others, if there is room and it could be reached on disk.
 
-        The newest is refused when there are too many: those before it may be its parents.
+        When the queue is full the newest block is refused: older ones may be its parents.
         """
         assert name not in self.waiting, f"{name.hex()} waits already"
         if not self.waiting and self.chains.dropped:
-            self.chains.forget()  # The disk keeps up again.
+            self.chains.forget()  # The queue is empty: the disk keeps up again.
         is_full = len(self.waiting) >= self._limits.pending_max
         if not (is_full or self.chains.dropped) or self._has_room(name, told, now_ms, parent):
             self.waiting.add(name, told)
@@ -222,9 +222,9 @@ class PendingBlocks:
         self, names: Sequence[SequenceHash], told: Told,
         parents: Mapping[SequenceHash, SequenceHash], now_ms: int, *, first: bool,
     ) -> None:  # fmt: skip
-        """Let blocks of a batch that could not go wait again, `first` or behind all others.
+        """Queue the blocks of a batch again that could not be written, `first` or behind others.
 
-        Those that wait first have their order, and the newest make room: these may be children.
+        In front they keep their order, and the newest blocks make room: these may be children.
         """
         if not first:
             for name in names:
@@ -241,9 +241,9 @@ class PendingBlocks:
             self.chains.note_waiting(name, parents.get(name))
 
     def is_cut_off(self, parent: SequenceHash | None) -> bool:
-        """Tell whether a child of this block is not worth a write: nothing can reach it on disk.
+        """Tell whether a child of this block is not worth a write: no lookup could reach it.
 
-        Only the disk has what is in a staging arena, which cannot evict what was not written.
+        Blocks of a staging arena are always written: the arena cannot evict them before.
         """
         return self.chains.is_cut_off(parent) and not self._arenas.staging
 
@@ -270,8 +270,8 @@ class PendingBlocks:
     def take_batch(self, now_ms: int) -> Batch | None:
         """Take the oldest blocks of one tenant, arena and size.
 
-        None: there is no budget for them now, or no arena. Those whose arena is not known wait
-        behind.
+        None: there is no budget for them now, or no arena. Blocks whose arena is not known go to
+        the end of the queue.
         """
         for queue in self.waiting.turns():
             found = self._oldest(queue)
@@ -325,7 +325,7 @@ class PendingBlocks:
         return Batch(arena, names, told, charged, known)
 
     def gone(self, names: Iterable[SequenceHash], instance: str, now_ms: int) -> None:
-        """Drop blocks that have left this host tier: no lease would have them."""
+        """Drop blocks that have left this host tier: they cannot be leased any more."""
         left = [name for name in names if self._is_of(name, instance)]
         for name in left:
             self.chains.note_left_queue(name)

@@ -29,7 +29,7 @@ from kvbm_host_tier.core.open_lookup import OpenLookup
 NO_REASON = "no_reason"
 """A lower tier has refused a block and gives no reason."""
 NOT_ON_DISK = ("gone", "corrupt")
-"""The disk tier's own word that it does not have a block; any other failure may pass."""
+"""Reasons by which a disk tier says that it does not have a block; other failures may pass."""
 STARTING = "stale_arena"
 """The reason of a lower tier that has not mapped our arena yet."""
 
@@ -77,7 +77,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a fill has brought, and why it has not brought the other blocks."""
+    """The blocks that a fill has brought, and the reasons why the others are missing."""
 
     tier: WireTier
     arrived: list[tuple[int, Block]]
@@ -112,7 +112,7 @@ class Fills:
         return len(self._fills) > self._lent
 
     def _move(self, number: int, event: str) -> Fill:
-        """Move a fill by its table; a fill whose states are over is forgotten."""
+        """Move a fill by its table; forget a fill that has ended."""
         fill = self._fills[number]
         story = f"fill {number} of {fill.tier} tier {fill.instance}"
         was_lent = fill.state is FillState.LENT
@@ -216,7 +216,7 @@ class Fills:
         return filled
 
     def _measure(self, fill: Fill, now_ms: int, *, came: bool) -> None:
-        """Measure a fill that is over; one that is late has taken so long at least."""
+        """Measure how long a fill took; a failed one counts only if it is late."""
         self._times.end(fill.loading, now_ms, counts=came or now_ms >= fill.until_ms)
 
     def _missed(self, filled: Filled, now_ms: int) -> None:

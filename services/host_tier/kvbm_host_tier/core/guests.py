@@ -1,4 +1,4 @@
-"""Guests: blocks of other hosts, which were used once here, and leave before all others."""
+"""Guests: blocks of other hosts, which were used once here, and are evicted before all others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvbm_common.tier.tenants import Tenant
 
 
 class Guests:
-    """The names of all guests, by the length of their slots and their tenant, the oldest first."""
+    """The guests of an arena by slot length and tenant, the oldest first."""
 
     def __init__(self) -> None:
         self.names: dict[SequenceHash, tuple[int, Tenant]] = {}
         """Guest → the length of its slot, and its tenant."""
         self._alike: dict[tuple[int, Tenant], OrderedDict[SequenceHash, int]] = {}
-        """Length and tenant → names, each with its number in the order in which they came."""
+        """Slot length and tenant → guests, each with a number that says which came first."""
         self._added = 0
 
     def __contains__(self, name: SequenceHash) -> bool:
@@ -39,7 +39,7 @@ class Guests:
         self._alike.setdefault(alike, OrderedDict())[name] = self._added
 
     def remove(self, names: Iterable[SequenceHash]) -> None:
-        """Remove guests that have left, or are guests no more."""
+        """Remove guests that have left or were admitted."""
         for name in names:
             key = self.names.pop(name)
             alike = self._alike[key]
@@ -55,8 +55,10 @@ class Guests:
             yield name
 
     def check(self, table: SlotTable, others: Collection[SequenceHash] = ()) -> None:
-        """Assert that each is here, where it is listed, and not among these others."""
-        assert sum(map(len, self._alike.values())) == len(self.names), f"{len(self)} are listed"
+        """Assert that each guest is in the table, where it is listed, and not among `others`."""
+        assert sum(map(len, self._alike.values())) == len(self.names), (
+            f"{len(self)} guests, others are listed"
+        )
         for name, (slot_bytes, tenant) in self.names.items():
             slot = table.find(name)
             assert slot is not None, f"{name.hex()} has left"

@@ -33,14 +33,14 @@ from kvbm_host_tier.core.session_pins import SessionPins
 from kvbm_host_tier.core.told_hits import ToldHits
 
 HORIZON_SLOTS = 100
-"""A block is known to have been here until so many times the arena's blocks have left after it."""
+"""The name of a block that has left is kept until so many arenas full of blocks left after it."""
 DEMOTED = "demoted"
-"""By what a block was evicted that an agent has demoted."""
+"""What an eviction gives as its policy for a block that an agent has demoted."""
 YIELDING_MAX = 16
-"""Sessions whose pins end for blocks that find no room, at most: the next ones end more."""
+"""Sessions whose pins one shortage of room ends at most."""
 SEARCHED_PER_MS = 200
-"""A search through a staging arena that has found too little pauses for a millisecond for so many
-idle blocks. They take 50 µs: searches are a twentieth of the time, at most."""
+"""Idle blocks for which a search of a staging arena that has found too little pauses for a
+millisecond. They take 50 µs: searches are a twentieth of the time, at most."""
 
 
 class HeldBlocks:
@@ -64,11 +64,11 @@ class HeldBlocks:
         self.table = SlotTable(Layout.unsized(0), make, self.tenants)
         self.diary = Diary()
         self.former = former
-        """What left before that."""
+        """The names of blocks that left before those in `departures`."""
         self.departures = Departures(former=former)
-        """What became of the blocks that have left."""
+        """When and why the latest blocks have left."""
         self.unpin_ended: Callable[[], None] = lambda: None
-        """Unpins what leases still pin that have ended."""
+        """Unpins the blocks of leases that have ended."""
         self.draining = False
         """An operator wants no new blocks here."""
         self._announcer = announcer
@@ -77,7 +77,7 @@ class HeldBlocks:
         self._counts, self._emit = means.counts, means.emit
         self.guests = Guests()
         self.demoted = Guests()
-        """Announced blocks that leave before others, because an agent has said so."""
+        """Announced blocks that leave before others, because a hint of an agent says so."""
         self.session_pins = SessionPins(
             self.table, means.counts, part_max=means.limits.hint_pin_percent / 100
         )
@@ -85,8 +85,8 @@ class HeldBlocks:
         """The answers to earlier lookups, for blocks that are looked up again."""
         self.hits = ToldHits(self.table, below, means)
         self._search_at_ms: dict[tuple[int, Tenant], int] = {}
-        """When a staging arena is searched again, by size of the blocks that want room and by their
-        tenant, whose claim says what may leave. Those that are over go with the next one."""
+        """Block size and tenant → when a staging arena may be searched again for room for them.
+        Entries whose time has passed go with the next one."""
         self._counts["evictions.evicted"] = 0
 
     # --- the slots --------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class HeldBlocks:
         self.guests.add(block.hash, self.table.slot_bytes(slot), tenant)
 
     def admit(self, names: Iterable[SequenceHash]) -> None:
-        """Turn the guests among these blocks into announced blocks: they were used again."""
+        """Turn guests among these blocks into announced blocks: they were used again."""
         self.keep(names)
         if not self.guests.names:
             return
@@ -205,7 +205,7 @@ class HeldBlocks:
         return len(new)
 
     def keep(self, names: Iterable[SequenceHash]) -> None:
-        """Let demoted blocks among these leave in their turn again."""
+        """End the demotion of these blocks: they leave in their turn again."""
         if self.demoted.names:
             self.demoted.remove([name for name in names if name in self.demoted])
 
@@ -248,7 +248,7 @@ class HeldBlocks:
         return room
 
     def _evict_for(self, count: int, block_bytes: int, now_ms: int, namespace: bytes) -> int:
-        """Evict blocks that no pin holds, those first that are to leave first."""
+        """Evict unpinned blocks: guests first, then demoted ones, then the policy's choice."""
         assert count > 0, f"room for {count} blocks of {block_bytes} bytes"
         for first in (self.guests, self.demoted):
             short = count - self.table.room_for(count, block_bytes) if first.names else 0
@@ -336,9 +336,9 @@ class HeldBlocks:
     # --- questions --------------------------------------------------------------------------
 
     def size_of(self, slots: Iterable[int | None], name: SequenceHash, own: Namespaces) -> int:
-        """Return how large the blocks of a run are, by those of it that are here.
+        """Return the size of the blocks of a run, as its blocks that are here say; 0: not known.
 
-        `name`: the first that lies below, in one of the namespaces `own`. 0: that is not known.
+        `name`: the first block that lies below, in one of the namespaces `own`.
         """
         for slot in slots:
             if slot is not None:

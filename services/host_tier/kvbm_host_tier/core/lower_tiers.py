@@ -1,4 +1,4 @@
-"""The lower tiers of this host: the disk tiers and the object tiers, a view of each medium."""
+"""The lower tiers of this host, disk tiers and object tiers: a view of each medium."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.lower_tier_view import ANY, LowerTierView, Namespaces
 
 LOWER: tuple[Tier, ...] = ("disk", "object")
-"""A block that several have comes from the first of them."""
+"""The media below, the nearest first: a block in both is read from the first one."""
 NO_NAMES = frozenset[SequenceHash]()
 
 
 class LowerTiers:
-    """One view per medium."""
+    """The views of all media below."""
 
     def __init__(
         self, former: FormerBlocks | None = None, findable: Findable | None = None
@@ -29,7 +29,7 @@ class LowerTiers:
         self._nearest_first = list(self.views.items())
 
     def size_for(self, slot_count: int) -> None:
-        """Keep as many fates of blocks below as host memory with so many slots needs."""
+        """Keep as many departures of blocks below as host memory with so many slots needs."""
         for view in self.views.values():
             view.departures.size_for(slot_count)
 
@@ -37,7 +37,7 @@ class LowerTiers:
         return any(name in view for view in self.views.values())
 
     def tester(self) -> Callable[[SequenceHash], bool]:
-        """Return what tells of many names, as of this moment, whether some tier has them."""
+        """Return a fast test whether some tier has a block, valid until the next event."""
         filled = [view for view in self.views.values() if view]
         if len(filled) > 1:
             return self.__contains__
@@ -63,7 +63,7 @@ class LowerTiers:
         return [name for name in names if not views or any(name not in view for view in views)]
 
     def usable(self, name: SequenceHash, now_ms: int, own: Namespaces = ANY) -> bool:
-        """Return whether it is worth while to ask for this block now, for these namespaces."""
+        """Return whether some tier can be asked for this block now, for these namespaces."""
         return self.source(name, now_ms, own) is not None
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
@@ -73,7 +73,7 @@ class LowerTiers:
     def source(
         self, name: SequenceHash, now_ms: int, own: Namespaces = ANY
     ) -> tuple[Tier, str] | None:
-        """Return the tier and the instance to ask for a block now; None: it is not worth while."""
+        """Return the tier and the instance to ask for a block now; None: no tier can be asked."""
         for tier, view in self._nearest_first:
             instance = view.source(name, now_ms, own)
             if instance is not None:
@@ -81,8 +81,10 @@ class LowerTiers:
         return None
 
     def block_bytes(self, name: SequenceHash, own: Namespaces = ANY) -> int:
-        """Return the size of a block of the nearest tier that has it for these namespaces; 0: it
-        is not known."""
+        """Return the size of a block in the nearest tier that has it for these namespaces.
+
+        0: it is not known.
+        """
         views = (v for v in self.views.values() if name in v and not v.is_others(name, own))
         return next((view.block_bytes(name) for view in views), 0)
 

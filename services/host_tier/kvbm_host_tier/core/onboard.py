@@ -1,11 +1,11 @@
 """Onboard, G2 (and G3 and G4 through G2) → G1: answer lookups with leased slots.
 
-A lookup is walked from its first block on. Each block is either here (pin it), below (stage a
-slot and have it filled), on its way for another lookup (wait for it, too), or the end of the run.
-The answer leaves once: when all is here, or at its deadline with the prefix (of several KV groups,
-the largest hit) that is here by then. Blocks that arrive after the answer stay, as promoted ones.
-Where this host has no more, the index is asked for other hosts that have, but not for several KV
-groups; the walk goes on with what a peer has. `docs/state_machines.md` draws a lookup's states.
+The blocks of a lookup are visited from the first one on. A block is here (pin it), below (stage a
+slot and have it filled), on its way for another lookup (wait for it, too), or it ends the run.
+Each lookup is answered once: when all is here, or at its deadline with the prefix that is here then
+(with several KV groups, the largest hit). Blocks that come later stay: they are promoted.
+Where this host has no more, the index is asked for a peer, unless there are several KV groups; the
+visit goes on with the peer's blocks. `docs/state_machines.md` draws a lookup's states.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Onboard:
         return len(self._lookups)
 
     def _move(self, lookup_id: int, event: str) -> OpenLookup:
-        """Move a lookup by its table; a lookup whose states are over is forgotten."""
+        """Move a lookup by its table; forget a lookup that has ended."""
         lookup = self._lookups[lookup_id]
         if lookup.state is not None and LOOKUP.ends(lookup.state, event):
             del self._lookups[lookup_id]
@@ -134,8 +134,8 @@ class Onboard:
         self._begin(lookup, now_ms)
 
     def _begin(self, lookup: OpenLookup, now_ms: int) -> int:
-        """Pin what is here, have filled what is below; returns how many blocks were here."""
-        # All of them, in the common case.
+        """Pin the blocks that are here, ask for the others; returns how many were here."""
+        # In the common case all blocks are here.
         lookup.slots = [*self._table.pin_prefix(lookup.hashes, lookup.known.slots)]
         lookup.run_blocks = len(lookup.slots)
         self._answers.keep_own(lookup)

@@ -32,7 +32,7 @@ from kvbm_metrics.shell.problems import BadQuery
 from kvbm_metrics.shell.state import Api, ApiOf
 
 HEARTBEAT_S = 10.0
-"""An idle feed says so, so that proxies keep it and a reader notices that it is gone."""
+"""How often an idle feed sends a comment: proxies keep it open, and readers notice its end."""
 TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
 """Feeds at the same time: each is a consumer of the stream in NATS."""
@@ -46,13 +46,13 @@ router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)])
 
 
 class TooManyFeeds(KvbmError):
-    """Other readers have to leave first."""
+    """All feeds are in use: another reader has to leave first."""
 
     code = "too_many_feeds"
 
 
 class EventStream(StreamingResponse):
-    """Its type, for the document."""
+    """A response of server-sent events, with its media type for the API's document."""
 
     media_type = "text/event-stream"
 
@@ -88,11 +88,11 @@ async def events(
     start = _start(since, last_event_id)
     if len(api.feeds) >= FEEDS_MAX:
         raise TooManyFeeds(f"{len(api.feeds)} feeds are open")
-    # What a source stores and removes may be in one message.
     try:
         api.fleet.bus.limits.events_of(host)
     except ConfigError as error:
         raise BadQuery("host", error.accepted) from error
+    # One message may carry stored and removed blocks: their kind is looked at later.
     subject = f"{SUBJECT_PREFIX}.{host}.{source}.{kind if kind == 'cleared' else '*'}"
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     parts = counted(api, subject, start, per_second=per_second, kind=kind)
@@ -130,7 +130,7 @@ async def counted(
 
 
 class Sample:
-    """Lets so many events of each second pass, and counts the others."""
+    """A filter that lets `per_second` events of each second pass, and counts the others."""
 
     def __init__(self, per_second: int, kind: str = "*") -> None:
         self._per_second = per_second

@@ -36,19 +36,19 @@ from kvbm_metrics.core.recent_models import GoneView, HistoryPoint
 from kvbm_metrics.core.tenant_names import with_names
 
 ASK_DEADLINE_S = 0.5
-"""An instance that takes longer to say how it is counts as down. Usually it takes 1 ms."""
+"""An instance that takes longer to answer `stats` counts as down. Usually it takes 1 ms."""
 MATCH_DEADLINE_S = 2.0
 """The largest question has a million tokens, which the index hashes first."""
 ANY_DEADLINE_S = 0.5
-"""NATS gives a question to one replica of the index, and does not see that it stands still. After
-so long all replicas are asked by name."""
+"""NATS gives a question to one replica of the index, which may hang. After so long all replicas
+are asked by name."""
 OPERATOR_DEADLINE_S = 10.0
 """Longer than a service lets its core take for a verb, so that its own error arrives."""
 CACHE_S = 0.25
-"""An answer of the fleet serves all requests of so long. Prometheus asks once a second at most, a
-page twice; a storm of requests does not become one on NATS."""
+"""How long an answer of the fleet serves all requests: many HTTP requests do not become many
+questions on NATS."""
 FOLLOW_S = 5.0
-"""Half of the window of a rate."""
+"""How often the fleet is asked without a request: half of the window of a rate."""
 CONCURRENT_MAX = 64
 """Instances asked at the same time."""
 
@@ -56,7 +56,7 @@ Reply = TypeVar("Reply")
 
 
 class _Answer(NamedTuple, Generic[Reply]):
-    """What an instance has said, or why it has not."""
+    """The answer of an instance, or the error instead of it."""
 
     message: Reply | None
     error: KvbmError | None
@@ -118,7 +118,7 @@ class Fleet:
         Never raises when a service is silent.
         """
         async with self._collecting:
-            # Who has waited for the lock takes what was collected meanwhile.
+            # A caller that has waited for the lock takes what was collected meanwhile.
             if self._cached is None or self._clock_s() - self._taken_s > self._cache_s:
                 self._cached = await self._collect()
                 self._taken_s = self._clock_s()
@@ -133,9 +133,9 @@ class Fleet:
             return self._cached
 
     async def follow(self) -> None:
-        """Look every now and then, so that rates are known to the first who asks.
+        """Ask the fleet regularly, so that the first request finds rates.
 
-        Meanwhile it also remembers who has gone.
+        Also remember services that leave the registry.
         """
         forget = self._registry.watch(lambda event: self._gone.take(event, self._clock_s()))
         try:
@@ -151,7 +151,7 @@ class Fleet:
         return gone_views(self._gone.of(now_s), now_s)
 
     def fills(self) -> dict[str, Fill]:
-        """Return how full the histories are that this service keeps."""
+        """Return how full the table of services that have gone is."""
         return {"gone_services": self._gone.fill()}
 
     def history(self, host: str) -> list[HistoryPoint]:
