@@ -1,10 +1,10 @@
 """Links: a connector's sockets to its host tier and its consolidator.
 
-A link introduces itself again and again until it is welcomed, and beats while it is up. It is down
-again when `SILENCE_BEATS` beats were not answered, or when another life of the service answers one.
-A link that was moved greets at the endpoint that `Moved` names, and comes back to its own one when
-there is no answer there. The table of its states is drawn in `docs/state_machines.md`;
-`link_thread.py` runs the links of a connector.
+A link greets the service until it is welcomed, and sends beats while it is up. It goes down when
+`SILENCE_BEATS` beats were not answered, or when another life of the service answers a beat.
+A link that was moved greets at the endpoint that `Moved` names; without an answer it returns to its
+own endpoint. `docs/state_machines.md` draws the table of its states; `link_thread.py` runs the
+links of a connector.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 BEAT_MS = 1_000
 SILENCE_BEATS = 3
-"""A service that is busy for a few seconds is not gone; one that is gone costs only misses. Beats
-are counted, not seconds: an engine whose own threads had to wait has sent no beat."""
+"""Beats without an answer after which the service is gone: it may be busy for some seconds. Beats
+are counted, not seconds: an engine whose threads had to wait has sent no beat."""
 GREET_EVERY_MS = 250
 REFUSED_GREET_EVERY_MS = 5_000
-"""A refusal is the operator's to mend; asking faster does not help."""
+"""How often a refused link greets: an operator has to act first."""
 SOCKET_HWM = 10_000
 LINGER_MS = 200
 
@@ -84,14 +84,14 @@ class Link:
     hello: Callable[[], Any]
     beat: Any
     on_message: Callable[[Any], None]
-    """Everything that is not about the link itself, `Welcome`/`Attached`, and refused offers."""
+    """Called with `Welcome`, `Attached`, refused offers, and all messages not about the link."""
     on_down: Callable[[], None] = lambda: None
     on_moved: Callable[[Moved], None] = lambda moved: None
-    """Another one serves us: begin nothing new."""
+    """Called when another service is to serve the engine: begin nothing new here."""
     may_leave: Callable[[], bool] = lambda: True
-    """Nothing is under way."""
+    """Tells whether nothing is under way, so that the link may leave."""
     bye: Any = None
-    """Said before it leaves."""
+    """The message that is sent before the link leaves."""
     state: LinkState = LinkState.DOWN
     counts: Counter[str] = field(default_factory=Counter)
     outbox: deque[Any] = field(default_factory=deque)
@@ -104,15 +104,15 @@ class Link:
     next_greet_ms: int = 0
     next_beat_ms: int = 0
     unanswered: int = 0
-    """Beats since the other side was heard."""
+    """Beats since the last message of the other side."""
     epoch: int = 0
     """The life of the host tier that has welcomed us last."""
     heard_ms: int = 0
     opened_ms: int = 0
     has_keys: bool = True
-    """False: its keys could not be read, and its socket is not connected."""
+    """Whether the keys could be read; if not, the socket is not connected."""
     shards: int = 0
-    """The version of the shard map by which we greet at `endpoint`; 0: it is our own."""
+    """The version of the shard map that names `endpoint`; 0: it is our own endpoint."""
     home: str = ""
     moved: Moved | None = None
     """Where to go, when nothing is under way."""
@@ -164,7 +164,7 @@ class Link:
             self._move("opened")
 
     def needs_socket(self, now_ms: int) -> bool:
-        """Tell whether the link has to be opened again, elsewhere or because it is deaf."""
+        """Tell whether the link needs a new socket: elsewhere, or after a long silence."""
         return self.state is LinkState.MOVING or self._is_deaf(now_ms)
 
     def _is_deaf(self, now_ms: int) -> bool:
@@ -178,7 +178,7 @@ class Link:
         return now_ms - max(self.heard_ms, self.opened_ms) > SILENCE_BEATS * BEAT_MS
 
     def reopen(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
-        """Try another socket: where `Moved` sent us, or, without an answer there, at home."""
+        """Open another socket: where `Moved` sent us or, without an answer there, at home."""
         assert self.socket is not None
         moving = self.state is LinkState.MOVING
         self.socket.close(linger=LINGER_MS if moving else 0)
@@ -189,7 +189,7 @@ class Link:
     def tick(self, now_ms: int) -> None:
         """Greet, beat, notice silence, leave."""
         if self.state is LinkState.MOVING:
-            return  # It is to be opened elsewhere first.
+            return  # The socket at the new endpoint comes first.
         if not self.has_keys:
             self._drain()
             return
@@ -212,7 +212,7 @@ class Link:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether its next beat is the next thing that it has to say."""
+        """Whether the link has nothing to send before its next beat."""
         return self.state is LinkState.UP and not self.outbox
 
     def _greeting(self) -> Any:
@@ -263,7 +263,7 @@ class Link:
             )
 
     def receive(self, now_ms: int) -> None:
-        """Take everything that has arrived."""
+        """Handle every message that has arrived."""
         assert self.socket is not None
         while self.state is not LinkState.MOVING:
             try:
@@ -290,7 +290,7 @@ class Link:
             case Refused():
                 self._refused(message, now_ms)
             case Alive(epoch=epoch) if self.state in ATTACHED and epoch != self.epoch:
-                # A life that has ended welcomed us late, or this one's welcome was lost.
+                # The welcome came late from an earlier life, or this life's was lost.
                 self._down("other_life", now_ms)
             case Alive():
                 pass
@@ -313,7 +313,7 @@ class Link:
             self.next_greet_ms = now_ms + REFUSED_GREET_EVERY_MS
         kind = "refused" if is_greeting else "refused_message"
         if refused.code == "arena_refused":
-            kind = "no_arena"  # It follows "the arena is being made", and must not be withheld.
+            kind = "no_arena"  # It may follow another refusal at once, and must be logged.
         self.limiter.warning(
             kind,
             f"{self.name} refused {refused.about}: {refused.message} ({refused.code})",
@@ -333,13 +333,13 @@ class Link:
             self.on_moved(moved)
             self._go(moved, now_ms)
             return
-        # It cannot be: a host tier that is greeted by a map as new as its own welcomes us.
+        # Impossible: a host tier whose map is not newer than ours welcomes us.
         self.counts["dropped.moved_back"] += 1
         self._go(Moved(endpoint=self.home, version=0), now_ms)
         self.next_greet_ms = now_ms + BEAT_MS
 
     def _is_gone(self, now_ms: int) -> bool:
-        """Leave an endpoint without an answer; True: another one is known."""
+        """Give up an endpoint that does not answer; True: another one is known, and used."""
         moved = self.moved
         self._down("silence", now_ms)
         if moved is not None:
@@ -353,7 +353,7 @@ class Link:
         if self.bye is not None:
             self._send(self.bye)
         self.counts["moved"] += 1
-        log.info("%s: moves to %s", self.name, moved.endpoint)
+        log.info("%s: moving to %s", self.name, moved.endpoint)
         self.on_down()
         self.moved = None
         self._move("said bye")
@@ -365,7 +365,7 @@ class Link:
         self._move("sent elsewhere")
 
     def fail(self, now_ms: int) -> None:
-        """Give this link up, whatever happens: it will not be served any more."""
+        """Take the link down after an error: its thread serves it no longer."""
         try:
             self._down("failed", now_ms)
         except Exception:
@@ -384,7 +384,7 @@ class Link:
 
     def _down(self, reason: str, now_ms: int) -> None:
         if self.state in ATTACHED:
-            log.warning("%s: lost (%s), passing through", self.name, reason)
+            log.warning("%s: lost (%s); passing through", self.name, reason)
             self.counts[f"lost.{reason}"] += 1
             self.on_down()
         self.moved = None

@@ -4,12 +4,12 @@ With one KV group, a request holds the blocks that it offers, and vLLM frees the
 the request in `sent`. With several, or a sliding window, vLLM frees blocks while their request
 runs, so `BlockHolds` has a reference to each offered block.
 
-A window's blocks leave it before they could be offered: the step that computes them must end
-first. So those that are worth it are held from the plan on that computes them. So are recurrent
-states, which vLLM hands over with that step: its block table keeps no more than the last one.
+A block can be offered when the step that computes it has ended; a block of a window may have left
+the window by then. So blocks that a hit may need are held from the plan of that step on. Recurrent
+states, too: vLLM hands them over with the step, and its block table keeps only the last one.
 
-A draft model may still write KV of a step that has ended. Its engine's offers wait for a mark in
-every rank's stream, and what holds their blocks holds them until then, too.
+A draft model may still write KV of a step that has ended. With one, offers wait for a mark in every
+rank's stream, and their blocks are held until then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvbm_connectors.vllm.tracked import Tracked, runs_to_offer
 Tables = Sequence[Sequence[int]]
 """A request's device blocks, KV group by KV group."""
 Handed = Sequence[tuple[int, int, int]]
-"""Recurrent states of a request: KV group, device block, and the tokens before the state."""
+"""Recurrent states of a request: KV group, device block, and number of tokens before the state."""
 
 TOGETHER_BLOCKS_MAX = 64
 """Blocks of several requests in one offer: a request that ends waits for all of them."""
@@ -51,7 +51,7 @@ class _Part:
     run: OfferRun
     group: KvGroup
     held: bool
-    """The blocks are held beside the request: they may leave its table."""
+    """Whether `BlockHolds` holds the blocks: they may leave the request's table."""
 
 
 class DeviceOffers:
@@ -75,19 +75,19 @@ class DeviceOffers:
         self._numbers = {group.table: at for at, group in enumerate(groups)}
         """vLLM's number of a group → its index among those that are cached."""
         self._unsent: list[_Part] = []
-        """Found since the last `send`."""
+        """Parts that were found since the last `send`."""
         self._steps_waited = 0
-        """Steps since the first of these was found."""
+        """Steps since the first part in `_unsent` was found."""
         self._can_wait = True
-        """All of these were decoded, and are held by their requests."""
+        """Whether all parts in `_unsent` were decoded, and are held by their requests."""
         self._released: list[tuple[Tracked, int]] = []
         """Requests and offers that were revoked since `take_ended`; a negative number is a mark
         that is over."""
         self._marks = marks
         self._behind: dict[int, list[_Part]] = {}
-        """Mark → what is offered when it is over; the last may not be laid yet."""
+        """Mark → the parts that are offered when it is over; the last mark may not be laid yet."""
         self._out: dict[int, tuple[_Part, ...]] = {}
-        """Offer → its blocks, request by request."""
+        """Offer → its parts, one for each request."""
         self.known = OfferedNames()
 
     @property
@@ -97,7 +97,7 @@ class DeviceOffers:
 
     @property
     def any_behind_marks(self) -> bool:
-        """Return whether a mark is not over, or is to be laid."""
+        """Return whether offers wait for a mark that is not over, or not laid yet."""
         return bool(self._behind)
 
     @property
@@ -135,7 +135,7 @@ class DeviceOffers:
             return
         for number, block, tokens in handed:
             at = self._numbers.get(number)
-            # A state inside of a block is found by vLLM alone: hits of ours end with blocks.
+            # Our hits end with a block: vLLM alone can use a state inside of one.
             if at is not None and not tokens % self._boundary_tokens:
                 self._hold(tracked, at, {tokens // self._groups[at].block_tokens - 1: block})
 
@@ -160,11 +160,11 @@ class DeviceOffers:
 
     def _hold(self, tracked: Tracked, at: int, blocks: Mapping[int, int]) -> None:
         assert self._holds is not None
-        if not blocks:  # Of most steps, which finish no block.
+        if not blocks:  # The usual case: most steps finish no block.
             return
         group, held = self._groups[at], tracked.held.setdefault(at, {})
         size = group.block_tokens
-        # Of what the device had, some may be offered already.
+        # Blocks that the device had before may have been offered already.
         names = tracked.first_names(group.hasher, tracked.local // size)
         for index, block in blocks.items():
             is_here = index < len(names) and names[index] in self.known
@@ -326,7 +326,7 @@ class DeviceOffers:
             self._released += [(part.tracked, -mark) for part in parts]
 
     def _drop(self, parts: Iterable[_Part]) -> None:
-        """Offer nothing of parts that wait for a mark, or whose offer was not taken."""
+        """Give up parts that wait for a mark, or whose offer was not taken."""
         for part in parts:
             self.known.discard(part.run.hashes)
             if part.held and self._holds is not None:
@@ -336,7 +336,7 @@ class DeviceOffers:
         """Offer parts, those of one group together, up to TOGETHER_BLOCKS_MAX blocks."""
         parts: list[_Part] = []
         count = 0
-        # An offer is of one group.
+        # All parts of an offer are of one group.
         for part in sorted(found, key=lambda one: one.group.table):
             count += len(part.run.blocks)
             if parts and (part.group is not parts[0].group or count > TOGETHER_BLOCKS_MAX):
@@ -362,9 +362,9 @@ class DeviceOffers:
     # --- ends -------------------------------------------------------------------------------
 
     def take_ended(self) -> list[tuple[Tracked, int]]:
-        """Return pairs of request and offer, or negative mark, of those that are over: these hold
-        the request's blocks no longer."""
-        self.marks_ended(())  # For marks that are late.
+        """Return request and offer (or negative mark) of each that is over: it holds the request's
+        blocks no longer."""
+        self.marks_ended(())  # Late marks end without a report.
         ended, self._released = self._released, []
         for one in self._half.drain_ended():
             for part in self._out.pop(one.offer, ()):  # None: revoked before, with its request.

@@ -3,8 +3,8 @@
 Whatever changes the slots is journaled, announced and remembered here, so that table, journal,
 events and diary cannot disagree.
 
-A block of a former life is announced when it is unfolded. Until then it was not announced, so that
-no snapshot has it, and no event tells when it leaves.
+A block of a former life is announced when it is *unfolded*, some time after the start. Until then
+no snapshot contains it, and no event is published when it leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from kvbm_disk_tier.core.messages import StoreOpened
 
 
 class Inventory:
-    """The slots of one store, and what an operator wants of them: see `AdministeredTier`."""
+    """The blocks in the slots of one store, with its leases, journal and announcements.
+
+    The verbs of operators use it as an `AdministeredTier`.
+    """
 
     def __init__(
         self, announcer: Announcer, *, policy: str, has_journal: bool, means: Means
@@ -39,10 +42,10 @@ class Inventory:
         self.policy_name = policy
         self.table = self._new_table(Layout.unsized(0))
         self.leases = LeaseTable(announcer.epoch)
-        """The pins of operators; reads hold their slots themselves."""
+        """The pins of operators; reads keep their slots without leases."""
         self.diary = Diary()
         self.departures = Departures()
-        """What became of the blocks that were here, or should have come here."""
+        """When and why blocks left, or were not written."""
         self.journal = JournalWriter(
             has_file=has_journal,
             place=lambda slot: self.table.pool.place_of[slot],
@@ -65,7 +68,7 @@ class Inventory:
         return SlotTable(layout, make, Tenants(self._tenant_shares))
 
     def opened(self, event: StoreOpened, now_ms: int) -> None:
-        """Take over what the journal says is there, and begin to announce it."""
+        """Take the blocks of the journal over, and begin to announce them."""
         assert len(self.table) == 0, f"{len(self.table)} blocks of another store are here"
         self.table = self._new_table(event.layout)
         self.departures.size_for(event.layout.slot_count)
@@ -84,13 +87,13 @@ class Inventory:
         self._counts["dropped.store_reformatted"] += len(blocks)
         self.table = self._new_table(Layout.unsized(0))
         self.journal.dropped()
-        for lease in self.leases.all():  # What they held is gone, and so are its slots.
+        for lease in self.leases.all():  # The leased blocks are gone, with their slots.
             self.leases.release(lease.id)
         assert len(self.leases) == 0, f"{len(self.leases)} leases hold slots of another store"
         self._announce_removed(blocks, "reformatted", untold, now_ms)
 
     def announce_former(self) -> None:
-        """Announce the next of a former life's blocks, which are served meanwhile."""
+        """Announce the next blocks of a former life; those not announced yet are served as well."""
         if not self.table.folded_count or self.stopped:
             return
         blocks = self.table.unfold(self._limits.announced_blocks_max)
@@ -102,7 +105,7 @@ class Inventory:
             self._emit(AnnounceLater())
 
     def told_blocks(self) -> list[Block]:
-        """Return the blocks that the world believes to be here."""
+        """Return the blocks that were announced and have not left, for a snapshot."""
         return [] if self.stopped else self.table.unfolded_blocks()
 
     # --- blocks come ------------------------------------------------------------------------
@@ -114,7 +117,7 @@ class Inventory:
         now_ms: int,
         namespace: bytes = b"",
     ) -> list[int]:
-        """Return slots for these blocks of one size, on their way in; fewer: there is no room."""
+        """Return slots for these blocks of one size, now staged; fewer: there is no more room."""
         assert names, "slots are staged for blocks"
         room = self.table.room_for(len(names), block_bytes)
         if room < len(names):
@@ -192,9 +195,9 @@ class Inventory:
         self._announce_removed(gone, "evicted", untold, now_ms, detail=by)
 
     def lose(self, lost: Iterable[tuple[int, Block]], reason: str, now_ms: int) -> None:
-        """Discard blocks that cannot be had any more: no lookup finds them again.
+        """Discard blocks that cannot be read any more: no lookup finds them again.
 
-        `gone`: the store has lost them already, and the journal need not say so.
+        With the reason `gone` the store has lost them itself, and the journal needs no record.
         """
         assert reason, "blocks are lost for a reason"
         lost = list(lost)
@@ -221,7 +224,7 @@ class Inventory:
         *,
         detail: str = "",
     ) -> None:
-        """Announce lost blocks, but for those that were never announced."""
+        """Announce that blocks have left, except those in `untold`, which were never announced."""
         assert reason, "blocks are lost for a reason"
         self._counts[f"evictions.{reason}"] += len(blocks)
         names = [block.hash for block in blocks]

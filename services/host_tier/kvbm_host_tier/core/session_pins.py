@@ -1,17 +1,17 @@
 """Pins of sessions: an agent that waits for a tool finds its blocks when it comes back.
 
-A session pins the blocks that its last hint named, until its time to live has passed. Blocks that
-are still on their way are pinned when they arrive. What a tenant's sessions pin is bounded by a
-part of the tenant's share; blocks beyond it stay ordinary, and are counted.
+A session pins the blocks that its last hint named, until the hint's time to live has passed. Blocks
+that are still on their way are pinned when they arrive. The sessions of a tenant may pin a part of
+the tenant's share; blocks beyond it are not pinned, and are counted.
 
             pin                 the time has passed, or demote, or it yields
     (new) ───────► PINNING ─────────────────────────────────────► KNOWN: its names are remembered
                     │   ▲  pin again: other blocks                  │
                     └───┘                                           └── pin ──► PINNING
 
-Sessions *yield*, the one without a hint for the longest time first: to a newer session of their
-tenant where the bound is full, when the bound gets smaller, and where blocks of another size need a
-slab. Slots that are read or filled are free soon, so no pin ends for them.
+Sessions *yield* (their pins end early), the one without a hint for the longest time first: to a
+newer session of their tenant when the bound is full, when the bound shrinks, and when blocks of
+another size need a slab. No pin ends where slots will be free soon, after a read or a fill.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kvbm_common.tier.tenants import Claim, Tenant
 from kvbm_common.wire.bounds import Fill
 
 SESSIONS_MAX = 1_024
-"""Sessions that are remembered. Of the tenant that has the most, the one without a hint for the
-longest time is forgotten."""
+"""Sessions that are remembered. Beyond it the tenant with the most loses the session without a
+hint for the longest time."""
 NAMES_MAX = 262_144
-"""Names of blocks that all sessions together have."""
+"""Names of blocks that are remembered for all sessions together."""
 
 YieldReason = Literal["newer", "share", "room"]
 """Why pins end before their time: the bound is full and a newer session pins, the bound has become
@@ -73,12 +73,12 @@ class SessionPins:
         self._wanted: dict[SequenceHash, dict[SessionKey, None]] = {}
         """Blocks that are not here, and the sessions that pin them when they come."""
         self._sharers: Counter[SequenceHash] = Counter()
-        """By how many sessions a block is remembered."""
+        """Block → the number of sessions that have its name."""
         self._used_bytes: Counter[Tenant] = Counter()
         self._slots_held: Counter[int] = Counter()
-        """By the length of the slots."""
+        """Slot length → the number of slots that sessions pin."""
         self._due_ms = 0
-        """No session's time passes before; 0: none pins."""
+        """The earliest end of a session's pins; 0: no session pins."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -92,10 +92,10 @@ class SessionPins:
     def learn(
         self, key: SessionKey, names: Sequence[SequenceHash], namespaces: frozenset[bytes]
     ) -> Session:
-        """Take these as the blocks of a session, which pins nothing then, and return it."""
+        """Remember these blocks for a session without pinning them; returns the session."""
         self.unpin(key)
         session = self._remember(key, names, namespaces)
-        assert not session.is_pinning, f"session {key[1]} pins on"
+        assert not session.is_pinning, f"session {key[1]} still pins blocks"
         return session
 
     def pin(
@@ -105,10 +105,10 @@ class SessionPins:
         namespaces: frozenset[bytes],
         until_ms: int,
     ) -> None:
-        """Pin these blocks for a session until then, and no others any more."""
+        """Pin these blocks for a session until `until_ms`, and unpin its others."""
         assert until_ms > 0, f"session {key[1]} pins until {until_ms} ms"
         known = self._sessions.get(key)
-        if known is not None and known.is_pinning:  # What it lets go makes room for the others.
+        if known is not None and known.is_pinning:  # Blocks that it unpins make room.
             kept = set(names[:NAMES_MAX])
             self._release(key, [name for name in known.names if name not in kept])
         session = self._remember(key, names, namespaces)
@@ -122,7 +122,7 @@ class SessionPins:
     def _remember(
         self, key: SessionKey, names: Sequence[SequenceHash], namespaces: frozenset[bytes]
     ) -> Session:
-        """Give a session these names, and forget others where there are too many."""
+        """Give a session these names, and forget other sessions if there are too many."""
         session = self._sessions.pop(key, None) or Session()
         self._drop_names(session)
         session.names, session.namespaces = tuple(names[:NAMES_MAX]), namespaces
@@ -139,8 +139,8 @@ class SessionPins:
         return session
 
     def _one_too_many(self, new: SessionKey, count: int) -> SessionKey:
-        """Return the oldest session of the tenant that has the most, of sessions or of names, for
-        its weight, with a new session that has so many names."""
+        """Return the session to forget for a new one of `count` names: the oldest one of the tenant
+        with the most sessions, or names, for its weight."""
         assert self._sessions, "no session makes room for a new one"
         of, by_names = self._table.tenants.of, self._name_count + count > NAMES_MAX
         oldest: dict[Tenant, SessionKey] = {}
@@ -160,7 +160,7 @@ class SessionPins:
                 del self._sharers[name]
 
     def _pin_or_await(self, key: SessionKey, session: Session, name: SequenceHash) -> bool:
-        """Pin a block that is here, or when it comes; False: the tenant's bound is reached."""
+        """Pin a block now, or when it comes; False: the tenant's bound is reached."""
         assert session.is_pinning, f"session {key[1]} pins nothing"
         pinned = self._pinned.get(name)
         if pinned is not None:
@@ -171,7 +171,7 @@ class SessionPins:
             self._wanted.setdefault(name, {})[key] = None
             return True
         if self._table.block(slot).namespace not in session.namespaces:
-            return True  # Another's block under this name: it stays what it is.
+            return True  # A block of another namespace has this name: it is not pinned.
         return self._hold(key, name, slot)
 
     def _hold(self, key: SessionKey, name: SequenceHash, slot: int) -> bool:
@@ -205,7 +205,7 @@ class SessionPins:
             self._release(key, session.names)
 
     def _release(self, key: SessionKey, names: Iterable[SequenceHash]) -> None:
-        """Pin these blocks no longer for a session, nor await them for it."""
+        """End a session's pins of these blocks, and its waiting for them."""
         ended: list[int] = []
         for name in names:
             pinned, waiting = self._pinned.get(name), self._wanted.get(name)
@@ -258,17 +258,16 @@ class SessionPins:
         return self._part_max * self._table.usable_bytes
 
     def _bound(self, tenant: Tenant) -> float:
-        """Return how many bytes a tenant's sessions may pin: none, where it has no share."""
+        """Return how many bytes a tenant's sessions may pin: 0 if it has no share."""
         if tenant.is_idle and not tenant.was_used and self._table.tenants.named:
             return 0.0
         return self._part_max * self._table.share_bytes(tenant)
 
     def _trim(self) -> bool:
-        """Have sessions yield of each tenant whose bound is smaller than what they pin; return
-        whether any has."""
+        """Have sessions of tenants that pin more than their bound yield; return whether one has."""
         beyond = [one for one, used in self._used_bytes.items() if used > self._bound(one)]
         has_yielded = False
-        for tenant in beyond:  # None, nearly always: each asks all sessions.
+        for tenant in beyond:  # Nearly always empty: each tenant costs a walk over all sessions.
             for key in self._pinning_of(tenant):
                 if self._used_bytes[tenant] <= self._bound(tenant):
                     break
@@ -279,8 +278,8 @@ class SessionPins:
     def give_way(self, claim: Claim | None = None, block_bytes: int = 0) -> bool:
         """Have the oldest session yield for a block that finds no room; False: none would help.
 
-        Slots of its size that are read or filled are free soon: then pins stay. `claim`: of the
-        tenant whose block it is; None: there is one tenant only. `block_bytes`: 0, any slot helps.
+        Pins stay if slots of the block's size will be free soon, after a read or a fill. `claim`:
+        the claim of the block's tenant; None: there is one tenant. `block_bytes` 0: any slot helps.
         """
         assert block_bytes >= 0, f"a block of {block_bytes} bytes finds no room"
         if self._trim():  # The tier may have become smaller since the last tick.
@@ -300,7 +299,7 @@ class SessionPins:
         return False
 
     def _would_help(self, name: SequenceHash, size: SizeClass | None) -> bool:
-        """Tell whether a block would leave, and make room in this class, were it not pinned."""
+        """Tell whether unpinning a block would let it leave, and make room in this class."""
         pinned = self._pinned.get(name)
         assert pinned is None or self._table.pin_count(pinned.slot), f"{name.hex()} is not pinned"
         if pinned is None or self._table.pin_count(pinned.slot) > 1:
@@ -330,7 +329,7 @@ class SessionPins:
         for name in names:
             waiting = self._wanted.pop(name, None)
             for key in waiting or ():
-                # Sessions before it may have made it yield.
+                # The pins of sessions before this one may have made it yield.
                 session = self._sessions[key]
                 if session.is_pinning and not self._pin_or_await(key, session, name):
                     self._counts["hint_blocks_refused"] += 1
@@ -358,7 +357,7 @@ class SessionPins:
         return [pinned.slot for pinned in self._pinned.values()]
 
     def fill(self) -> Fill:
-        """Return how many bytes are pinned, of those that may be; what it drops is refused."""
+        """Return how many bytes are pinned, how many may be, and how many blocks were refused."""
         refused = self._counts["hint_blocks_refused"]
         return Fill(self._used_bytes.total(), self._total_bound, refused)
 

@@ -1,7 +1,7 @@
-"""The lister: it asks a store for its names, a page at a time, and tells the core of them.
+"""The lister: reads the names of a store, page by page, and hands them to the core.
 
-Some ranges are listed side by side. A page that cannot be had is asked for again, from the same
-name, for as long as it takes: each page has a deadline, the listing has none.
+Several ranges are listed at the same time. A page that fails is asked for again, from the same
+name, until it comes: each page has a deadline, the listing has none.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from kvbm_disk_tier.objects.shell.object_store import (
 from kvbm_disk_tier.shell.inbox import hand_in
 
 RANGES_AT_ONCE = 4
-"""A store answers a list in some 100 ms: four at once are 40,000 names a second."""
+"""Ranges that are listed at a time: at 100 ms a page, four are 40,000 names a second."""
 BLOCKS_AT_ONCE = 250
 """Blocks of a page that the core takes in one step, in some 2 ms."""
 SLOTS_AT_ONCE = 4_096
 """Slots of the table that the core looks at in one step: about 2 ms."""
 PAUSE_MAX_S = 30.0
-"""Between two tries of a page: 503s of many hosts do not become more by them."""
+"""The longest pause between two tries of a page: many hosts must not overload a store further."""
 
 log = logging.getLogger(__name__)
 Loop = CoreLoop[Any, Effect]
-"""Its inputs are the core's, and those of `objects.core.messages`."""
+"""The loop of a core whose inputs include those of `objects.core.messages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListerDoors:
-    """What a lister is given beside the store."""
+    """The functions that a lister calls."""
 
     take: Callable[[Listed], ListedBlock | None]
-    """Makes a block of an object; None: it is not one."""
+    """Returns the block that an object holds; None: it holds none of ours."""
     begun: Callable[[], None]
-    """Told when a listing begins."""
+    """Called when a listing begins."""
     worked: Callable[[], None]
-    """Told of each page."""
+    """Called after each page."""
     failed: Callable[[BucketError], None]
-    """Told of each page that could not be had."""
+    """Called after each page that failed."""
     wait_deletes: Callable[[], Awaitable[None]]
-    """Waits, for a while, until there is room for what the next page may want deleted."""
+    """Waits, with a deadline, until the queue of deletions has room for those of a page."""
 
 
 class Lister:
@@ -76,11 +76,11 @@ class Lister:
     ) -> None:
         self._store, self._names, self._slot_count, self._doors = store, names, slot_count, doors
         self._found: int | None = None
-        """Objects that the last listing has named."""
+        """The number of objects in the last listing; None: there was none."""
         self._log = OncePerKind(log)
 
     async def list_all(self, loop: Loop) -> None:
-        """List everything once, however often it takes to ask."""
+        """List all objects once, and have the core drop the blocks that are gone."""
         self._doors.begun()
         ranges = Ranges.for_listing(self._slot_count, self._found)
         folders: Sequence[str] = ()
@@ -163,7 +163,7 @@ class Lister:
                 return answer
 
     async def _compare(self, loop: Loop) -> None:
-        """Have the core look at its slots, judge, and lose what is gone, some slots at a time."""
+        """Have the core compare its slots with the listing, and drop blocks that are gone."""
         parts = [(first, SLOTS_AT_ONCE) for first in range(0, self._slot_count, SLOTS_AT_ONCE)]
         for first, count in parts:
             await self._tell(loop, SlotsCompared(first, count))
@@ -172,5 +172,5 @@ class Lister:
             await self._tell(loop, GoneLost(first, count))
 
     async def _tell(self, loop: Loop, event: object) -> None:
-        """Hand the core an input of a listing, however busy it is: none may be left out."""
+        """Hand the core an input of a listing, and wait for room: none may be left out."""
         await hand_in(loop, event, self._log, "the listing")
