@@ -1,13 +1,13 @@
-"""Lookups: what the engine's requests asked of the host tier, what they were leased, and loads.
+"""Lookups: the questions of the engine's requests to the host tier, their leases, and loads.
 
-The states are those of `open_lookup.py`. The engine asks and is never made to wait: `lookup`
-answers with what is known now, or with None for "ask again".
+The states are those of `open_lookup.py`. The engine never waits: `lookup` returns the answer if it
+is known, or None, which means "ask again".
 
-An engine that has learned of a hit takes it a moment later. If the host tier went away in between,
-the engine has done nothing wrong, so it gets a load that its worker will refuse, and no exception.
+An engine takes a hit some time after it has learned of it. If the host tier went away in between,
+the engine gets a load that its worker will refuse, and no exception: it made no mistake.
 
-A block that failed to load is not asked for again for a while (`avoid_ms`): an engine that
-recomputes after a failed load asks again at once, and would get the same bad block again and again.
+A block that failed to load is not asked for again for a while (`avoid_ms`). After a failed load the
+engine recomputes and asks again at once, and would get the same bad block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvbm_connectors.core.open_lookup import LOOKUP, LookupState, OpenLookup
 from kvbm_connectors.core.outbox import Outbox
 
 CAREFUL_MAX = 256
-"""Requests that are to ask again; the engine does so in its next step."""
+"""Requests in `_careful`: each asks again in the engine's next step, and leaves."""
 STORY_MOVES_MAX = 256
 """Moves of lookups that are remembered for stories."""
 
@@ -58,12 +58,12 @@ class Lookups:
         self._limits, self._counts = limits, counts
         self._requests: dict[str, OpenLookup] = {}
         self._request_of: dict[int, str] = {}
-        """Number of a lookup → its request, for every one in ASKED."""
+        """Number of a lookup in ASKED → its request."""
         self._loading: set[int] = set()
-        """Leases of loads in flight, whatever has become of their requests."""
+        """Leases of loads in flight; their requests may have ended."""
         self._avoided = FailedBlocks(limits.avoid_max)
         self._careful: OrderedDict[str, bool] = OrderedDict()
-        """Requests whose answer needed an avoided block: what is asked next needs none."""
+        """Requests whose answer needed an avoided block: their next question needs none."""
         self._moves: deque[tuple[str, int, str]] = deque(maxlen=STORY_MOVES_MAX)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Lookups:
 
     @property
     def under_way(self) -> bool:
-        """Return whether the host tier still has to answer, or leases something to us."""
+        """Return whether the host tier still has to answer, or has leased blocks to us."""
         waiting = any(lookup.state is not LookupState.LOST for lookup in self._requests.values())
         return waiting or bool(self._loading)
 

@@ -1,4 +1,4 @@
-"""The consolidated stream: per engine rank, what it can use, wherever on its host that lies.
+"""The consolidated stream: for each engine rank, the blocks that it can use on its host.
 
 ```
   an engine's own events ──► devices ───────┐
@@ -6,11 +6,11 @@
   the tiers' events ─────► tier_views.py ───┘        per rank
 ```
 
-`dedup` says a block's first store and its last removal, and nothing in between: both name the tier
-of the first store. `passthrough` says every tier for itself. An engine's blocks in device memory
-count for the rank that has them; those in host memory and on disk for every rank of every engine
-of the same namespace. Where the engine's own view is cleared (a reset, a gap that could not be
-replayed), so is the stream, with the same reason, and what the tiers hold is published again.
+`dedup` publishes a block's first store and its last removal only; both name the tier of the first
+store. `passthrough` publishes the stores and removals of each tier. Blocks in device memory count
+for the rank that has them; blocks in host memory and below for every rank of every engine of the
+same namespace. When an engine clears its blocks (a reset, a gap that could not be replayed), its
+stream is cleared with the same reason, and the blocks of the tiers are published again.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ BITS: dict[int, tuple[int, ...]] = {
 
 @dataclass(slots=True)
 class RankView:
-    """What one rank of an engine can use, of one namespace, and what was said of it.
+    """The blocks of one namespace that a rank can use, and the tiers they were published for.
 
-    A block that the device holds was said of the device alone, unless it is written down otherwise:
-    that is nearly every block. What the device holds is in the book of the engines' half, and in
-    no second one here. While the drafts of a step are taken, the book has them all already:
-    whether a block is inside then is in the draft, not in the book.
+    Nearly every block in device memory was published for the device alone: `otherwise` has the
+    others. `device` is the table of the engines' half, not a copy. That table has all changes of
+    a step before its drafts are taken here, so that the draft says whether a block is inside.
     """
 
     namespace: str
@@ -59,7 +58,7 @@ class RankView:
     group: int = 0
     device: Held = field(default_factory=dict)
     otherwise: dict[SequenceHash, int] = field(default_factory=dict)
-    """Blocks of the device that were published otherwise → their published tiers."""
+    """Blocks of the device that were not published for it alone → their published tiers."""
     beyond: dict[SequenceHash, int] = field(default_factory=dict)
     """Blocks that were published and are not in the device → their published tiers."""
 
@@ -124,7 +123,7 @@ class MergedEngine:
     views: dict[tuple[int, str], RankView] = field(default_factory=dict)
     """By rank and namespace."""
     cleared: set[int] = field(default_factory=set)
-    """Ranks whose tiers' blocks must be said again."""
+    """Ranks whose tiers' blocks must be published again."""
 
 
 class MergedStreams:

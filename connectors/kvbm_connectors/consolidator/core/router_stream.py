@@ -5,12 +5,12 @@ vLLM's own publishers. Blocks are named by the low 64 bits of our hash, which is
 engine, tier and life. Each life begins its numbers above all of the lives before: a reader of an
 earlier one sees a gap, asks for a replay and gets everything.
 
-A block whose tokens no engine has published yet waits silently for them. A replay that reaches back
-further than the buffer is answered with `AllBlocksCleared` and everything that is held, under the
-last numbers given: exact for every reader, however late.
+A block whose tokens no engine has published yet is not announced until they are known. A replay
+that reaches back further than the buffer is answered with `AllBlocksCleared` and all blocks that
+are held, under the last numbers given: this is exact for every reader, however late.
 
-Most hosts have no router. Until the first reader of a rank's port comes, its batches have numbers
-and no bytes: to write them would be a third of what a block costs. That reader asks for a replay,
+Most hosts have no router. Until the first reader of a rank's port comes, batches are numbered and
+not encoded, which would be a third of the work for a block. The first reader asks for a replay,
 and gets everything.
 """
 
@@ -61,12 +61,12 @@ BATCH_BLOCKS_MAX = 4_096
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE", "object": "STORAGE"}
 """vLLM's names; routers that know tiers know these."""
 ONE_MEDIUM: dict[Tier, str] = dict.fromkeys(MEDIA, "GPU")
-"""The names with `dedup`, as KVBM's: a block has one event, whose tier is an accident, and a router
-that keeps a tree per tier (Dynamo's) must find a block's parent in the same one."""
+"""The names with `dedup`, as KVBM's. A block has one event, from whichever tier was first. A router
+with a tree per tier (Dynamo's) must find a block's parent in the same tree."""
 
 
 UNWRITTEN: EngineEvent = OtherEvent(type="", reason="no reader")
-"""Stands for what a batch would say if it had a reader."""
+"""Stands for the events of a batch that is not encoded, since it has no reader."""
 
 
 class RouterStreams:
@@ -81,7 +81,7 @@ class RouterStreams:
         first_seq: int = 0,
         awaits_readers: bool = False,
     ) -> None:
-        """Begin without streams. `awaits_readers`: batches are written for ranks that are read."""
+        """Begin without streams. `awaits_readers`: encode batches for ranks with a reader only."""
         assert batches_max > 0, batches_max
         assert first_seq >= 0, first_seq
         self._first_seq = first_seq
@@ -108,7 +108,7 @@ class RouterStreams:
             self._stream(StreamId(rank, engine))
 
     def engine_left(self, engine: str, now_ms: int) -> None:
-        """Keep of an engine's streams what says that they are empty, and that for a while."""
+        """Drop the batches of an engine's streams; for a while readers learn that it is gone."""
         self._ended.left(engine, now_ms)
         for stream_id, stream in self._streams.items():
             if stream_id.engine == engine:
@@ -116,8 +116,10 @@ class RouterStreams:
                 stream.buffer_bytes = 0
 
     def forget_ended(self, now_ms: int) -> None:
-        """Forget the streams of engines that left long ago. One that comes back begins above them
-        all: a number is never used twice."""
+        """Forget the streams of engines that left long ago.
+
+        An engine that comes back numbers its batches above all of them: no number is used twice.
+        """
         if gone := self._ended.due(now_ms):
             for stream_id in [one for one in self._streams if one.engine in gone]:
                 stream = self._streams.pop(stream_id)

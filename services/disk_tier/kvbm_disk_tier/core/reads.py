@@ -1,8 +1,8 @@
 """Reads, G3 → G2: fills that the host tier asks for, verified, and answered per block.
 
-A fill waits for its arena and its turn, pins the blocks that are there, reads them into the staged
-arena slots that it was lent, and is answered once. A block whose bytes are wrong is quarantined.
-The states of a fill that is being read are those of `READ`.
+A fill waits until its arena is mapped and its turn has come. Then its blocks are pinned and read
+into the staged arena slots that the host tier has lent, and the fill is answered once. A block
+whose bytes are wrong is quarantined. `READ` has the states of a fill that is being read.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kvbm_disk_tier.core.messages import STALE_ARENA, FillAsked, ReadDone, ReadF
 from kvbm_disk_tier.core.store import Store
 
 AHEAD_MS = 1
-"""A block that is asked for ahead costs a fill so much of its turn: the front of a short run
+"""How much later a fill has its turn for each block of its run before it: the front of a short run
 overtakes the tail of a long one, and no tail waits without end."""
 SUMMED_UP = 2
 """Reads on their way, those being summed up included, as a multiple of what may fly."""
 NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
-"""Reasons of failed reads."""
+"""Reasons of failed reads that are no trouble of the disk."""
 
 
 class ReadState(Enum):
-    """What a read waits for: the disk, or the checksums of what has landed."""
+    """What a read waits for: the disk, or the checksums of the bytes that have come."""
 
     READING = "reading"
     SUMMING = "summing"
@@ -62,7 +62,7 @@ READ = Machine(
 
 @dataclass(slots=True)
 class Read:
-    """A fill in flight: some slots pinned and being read, the rest of it gone."""
+    """A fill in flight: `slots` are pinned and being read; its other blocks are gone."""
 
     reply_to: int
     asked: list[FillSlot]
@@ -93,7 +93,7 @@ class Reads:
         self.waiting: list[tuple[int, int, FillAsked]] = []
         """A heap of (turn, number of arrival, fill)."""
         self.stopped = False
-        """The tier says good-bye: every fill is refused."""
+        """Whether the tier is stopping, so that every fill is refused."""
         self._ids = ids
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._store = store

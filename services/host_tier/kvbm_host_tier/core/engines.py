@@ -37,7 +37,7 @@ from kvbm_host_tier.core.workers import WORKER, Worker, WorkerStage, refusal_of_
 
 @dataclass(slots=True)
 class Scheduler:
-    """The half that looks blocks up. Until it is welcomed it may go elsewhere without a Bye."""
+    """The half that looks blocks up. Before its `Welcome` it may leave without a `Bye`."""
 
     connection: bytes
     seen_ms: int
@@ -75,7 +75,7 @@ class Engine:
         self.namespaces = frozenset(one.digest for one in self.hello.namespaces)
 
     def workers_changed(self) -> None:
-        """Take the workers into account as they are now."""
+        """Compute what follows from the workers: completeness, block size, grid, regions."""
         workers = self.workers.values()
         assert len(workers) <= self.hello.world_size, self.label
         self.complete = sum(one.is_attached for one in workers) == self.hello.world_size

@@ -1,12 +1,11 @@
 """The peers: host tiers of other hosts (or this one), the questions to the index, and the pulls.
 
-A lookup that ends where this host's own tiers end asks the index for the rest. The peer that has
-the longest part of it, and whose breaker is closed, is asked for it in batches.
+When this host's own tiers have no more of a lookup's run, the index is asked for the rest. The peer
+that has the longest part of it, and whose breaker is closed, is asked for it in batches.
 
-The slots of a batch are staged from QUEUED on, and not used for anything else before it is over.
-Wrong bytes are never committed: what has arrived is compared with the checksum that the peer's own
-host tier has had since the block came into its memory. The states of a pull are drawn in
-`docs/state_machines.md`.
+The slots of a batch stay staged from QUEUED until it has ended. Wrong bytes are never committed:
+blocks are compared with the checksums that the peer computed when they came into its memory. The
+states of a pull are drawn in `docs/state_machines.md`.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from kvbm_host_tier.core.peer_messages import (
 )
 
 QUESTIONS_MAX = 64
-"""Open questions to the index; an index that is further behind is of no help."""
+"""Open questions to the index: one that is further behind would answer too late."""
 QUESTION_BLOCKS_MAX = 4_096
-"""150 KB of JSON; the blocks behind these are asked for the next time."""
+"""Blocks of one question, 150 KB of JSON; the next question asks for those behind them."""
 QUESTION_MS = 250
-"""The index answers in a millisecond; an engine computes sooner than a late answer comes."""
+"""Deadline of a question: the index answers in a millisecond, and the engine waits meanwhile."""
 AVOID_MS = 30_000
-"""A block that came wrong is not asked for by every lookup, and is asked for again later."""
+"""How long a block is not asked for after it came with wrong bytes."""
 AVOID_MAX = 65_536
 NOT_THE_PEERS_FAULT = ("gone", "bus_unavailable", "door_closed", "stale_epoch")
 
@@ -81,7 +80,7 @@ PEER_PULL = Machine(
 
 @dataclass(slots=True)
 class PeerPull:
-    """A batch: these blocks of a peer into these slots of ours."""
+    """A batch: blocks of a peer, and the slots here that they are read into."""
 
     peer: PeerId
     names: tuple[SequenceHash, ...]
@@ -96,11 +95,11 @@ class PeerPull:
 _IN_FLIGHT = (PeerPullState.FLYING, PeerPullState.SETTLED)
 
 Outcome = tuple[SequenceHash, int, Block | str]
-"""A block, its slot, and how it ended: committed as this, or why it did not come."""
+"""A block, its slot, and the block as it was committed, or the reason why it did not come."""
 
 
 class Peers:
-    """The peers that are registered, and every question and pull that is under way."""
+    """The registered peers, and all questions and pulls under way."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The index's core: who holds which block, as true as the events of all sources make it.
+"""The index's core: which holder has which block, as the events of all sources say.
 
-Each source's events apply in order of (epoch, seq), each once (`kvbm_common/tier/follow.py` has the
-rule and the drawing). A hole is never guessed over: the source is asked for a snapshot, and its
-events wait until it comes. Queries are plain methods between steps.
+Each source's events are applied once, in the order of (epoch, seq). When one is missing, the source
+is asked for a snapshot, and its events wait until it comes (`kvbm_common/tier/follow.py` has the
+rule and the drawing). Queries are plain methods between steps.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ DROPPED = {
     Verdict.DUPLICATE: "duplicate",
     Verdict.FULL: "buffer_full",
 }
-"""The counters of events that are left out."""
+"""Verdict → the counter of the events that are dropped for it."""
 
 _holder_and_kind = attrgetter("host", "source", "epoch", "__class__", "tier", "rank", "group")
 
 
 class IndexCore(Queries):
-    """Pure: time comes in with each step, IO goes out as effects."""
+    """The state machine of the index: time comes in with each step, IO goes out as effects."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits)
         self._registry_read = False
         self._asking = False
+        """Whether some source may be due for a snapshot: all are looked at as the step ends."""
         self._is_quiet = False
-        """Some source may be due for a snapshot: look at all of them at the end of the step."""
         self._looked_ms = -self._limits.look_after_ms
         self._now_ms = 0
 
     # ---- the only door -----------------------------------------------------------------------
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
-        """Take one input; return what is to be done about it."""
+        """Take one input; return the effects that the shell carries out."""
         assert now_ms >= self._now_ms, f"{now_ms} ms after {self._now_ms} ms"
         self._now_ms = now_ms
         match event:
@@ -103,14 +103,14 @@ class IndexCore(Queries):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether ticks may come seldom: all is listed, no source is behind, and nothing has come
-        in since that was looked at."""
+        """Whether ticks may come seldom: all sources were in order at the last look, and no input
+        has come since."""
         return self._is_quiet
 
     # ---- events ------------------------------------------------------------------------------
 
     def _on_events(self, events: Sequence[Received], now_ms: int) -> None:
-        """Apply neighbours of one holder and kind together, if nothing is odd about them."""
+        """Apply consecutive events of one holder and kind together, if they are in order."""
         for _, group in groupby(events, _holder_and_kind):
             several = list(group)
             alone = len(several) == 1 and not isinstance(several[0], PARTS)
