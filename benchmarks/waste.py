@@ -61,7 +61,8 @@ def _filled(medium: int, sizes: Sequence[int]) -> tuple[float, float]:
         names = [SequenceHash((number + n).to_bytes(16, "big")) for n in range(count)]
         number += count
         if table.room_for(count, size) < count:
-            table.make_room(count, size)
+            for name in table.victims(count, size).names:
+                table.evict(name)
         slots = table.stage_all(names[: table.room_for(count, size)], size)
         blocks = [Block(name, name, NAMESPACE, 0, size) for name in names]
         table.register_all(list(zip(slots, blocks, strict=False)))

@@ -29,6 +29,14 @@ def block(number: int, *, parent: int | None = None, namespace: bytes = NAMESPAC
     return Block(name(number), name(before), namespace, checksum=number * 11, bytes=64)
 
 
+def make_room(
+    table: SlotTable, count: int, block_bytes: int = 0, namespace: bytes = b""
+) -> list[Block]:
+    """Evict for so many blocks of this size, as tiers do; returns the evicted."""
+    victims = table.victims(count, block_bytes, namespace=namespace)
+    return [table.evict(name) for name in victims.names]
+
+
 class StrictLru(Lru):
     """Asserts what `EvictionPolicy` promises its implementations.
 

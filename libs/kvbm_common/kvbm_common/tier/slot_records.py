@@ -172,10 +172,6 @@ class SlotRecords:
         """The blocks that could be evicted."""
         return sum([size.idle_count for size in self.pool.sizes.values()])
 
-    def room(self) -> int:
-        """Return how many slots could be staged now, evicting where needed."""
-        return self.reset_count + self.idle_count
-
     def counts(self) -> dict[str, int]:
         """Count slots by state, and in `total` those that may be used."""
         idle = self.idle_count

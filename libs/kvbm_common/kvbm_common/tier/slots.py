@@ -129,13 +129,6 @@ class SlotTable(SlotPins):
             names += self.worst_of(size, count - len(names))
         return names
 
-    def make_room(self, count: int, block_bytes: int = 0, namespace: bytes = b"") -> list[Block]:
-        """Evict until `count` blocks of this size can be staged, or as many as can be; returns the
-        evicted."""
-        return [
-            self.evict(victim) for victim in self.victims(count, block_bytes, None, namespace).names
-        ]
-
     def _idle_in(self, slab: Slab) -> list[SequenceHash]:
         """Return the blocks of a slab that can be evicted."""
         states = enumerate(self._state[slab.slots], slab.first)

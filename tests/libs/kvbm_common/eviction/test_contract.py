@@ -15,7 +15,7 @@ from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slots import Block
 
-from tests.libs.helpers import NAMESPACE, name, names, plain_table, policy_of
+from tests.libs.helpers import NAMESPACE, make_room, name, names, plain_table, policy_of
 
 SLOTS = 6
 PARENTS = {1: 0, 2: 1, 3: 2, 4: 3, 5: 2, 6: 5, 7: 0, 8: 7, 9: 8}
@@ -46,7 +46,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def commit(self, number: int) -> None:
         if self.table.find(name(number)) is not None:
             return
-        self.table.make_room(1)
+        make_room(self.table, 1)
         slot = self.table.stage(name(number))
         if slot is not None:
             parent = name(PARENTS[number])
@@ -80,7 +80,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, SLOTS))
     def make_room(self, count: int) -> None:
         expected = self.policy.victims(max(0, count - self.table.counts()["reset"]))
-        assert [block.hash for block in self.table.make_room(count)] == expected
+        assert [block.hash for block in make_room(self.table, count)] == expected
 
     @invariant()
     def victims_are_free_and_as_many_as_asked_for(self) -> None:
@@ -174,7 +174,7 @@ class ThroughTable:
             for block, parent in zip(chain, (ROOT, *chain), strict=False)
             if self.table.find(block) is None
         ]
-        self.table.make_room(len(new))
+        make_room(self.table, len(new))
         for block, parent in new:
             slot = self.table.stage(block)
             if slot is None:

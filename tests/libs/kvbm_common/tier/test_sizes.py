@@ -16,7 +16,7 @@ from kvbm_common.tier.size_figures import NO_SIZES, size_figures, waste_percent
 from kvbm_common.tier.slab_pool import SIZES_MAX
 from kvbm_common.tier.slots import Block, SlotTable
 
-from tests.libs.helpers import NAMESPACE, name, plain_table
+from tests.libs.helpers import NAMESPACE, make_room, name, plain_table
 
 UNITS = (1, 2, 3, 5, 6)
 """Blocks of up to a slab, in units of 4 KiB."""
@@ -41,7 +41,7 @@ def store(table: SlotTable, units: int, *numbers: int) -> list[SequenceHash]:
     gone: list[SequenceHash] = []
     for number in numbers:
         block = sized(number, units)
-        gone += [one.hash for one in table.make_room(1, block.bytes)]
+        gone += [one.hash for one in make_room(table, 1, block.bytes)]
         slot = table.stage(block.hash, block.bytes)
         assert slot is not None, f"no room for {number}"
         table.register(slot, block)
@@ -210,12 +210,12 @@ def test_a_slab_with_a_pinned_block_follows_when_its_pin_ends() -> None:
     table = table_of(2)
     store(table, 1, *range(1, 13))
     pinned = table.pin_prefix([name(1)]) + table.pin_prefix([name(12)])
-    for gone in table.make_room(1, 6 * UNIT_BYTES):
+    for gone in make_room(table, 1, 6 * UNIT_BYTES):
         assert gone.hash not in {name(1), name(12)}
     assert table.room_for(1, 6 * UNIT_BYTES) == 0
     table.check()
     table.unpin(pinned)
-    table.make_room(1, 6 * UNIT_BYTES)
+    make_room(table, 1, 6 * UNIT_BYTES)
     assert table.room_for(1, 6 * UNIT_BYTES) == 1
     table.check()
 
@@ -340,7 +340,7 @@ class Sizes(RuleBasedStateMachine):
     def stage(self, units: int, count: int) -> None:
         """Room is made as the tiers do it; whatever room there is now can be staged at once."""
         size = units * UNIT_BYTES - 8
-        for gone in self.table.make_room(count, size):
+        for gone in make_room(self.table, count, size):
             del self.places[gone.hash]
         room = self.table.room_for(count, size)
         names = [name(self.number + index + 1) for index in range(room)]
@@ -423,7 +423,7 @@ class Sizes(RuleBasedStateMachine):
         self.table.revive(self.table.slot_count)
         for units in UNITS:
             if units * UNIT_BYTES <= self.table.pool.layout.slab_bytes:
-                self.table.make_room(1, units * UNIT_BYTES)
+                make_room(self.table, 1, units * UNIT_BYTES)
                 assert self.table.room_for(1, units * UNIT_BYTES) == 1
         self.table.check()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvbm_common.eviction import make_policy
 from kvbm_common.tier.slots import RENEWED_PER_BLOCK, SlotTable
 
-from tests.libs.helpers import block, name, plain_table
+from tests.libs.helpers import block, make_room, name, plain_table
 
 
 def commit(table: SlotTable, *numbers: int) -> None:
@@ -30,7 +30,7 @@ def test_a_chain_that_grows_is_evicted_from_its_end(policy: str) -> None:
     table.unpin(table.pin_prefix([name(1), name(2)]))
     commit(table, 3)
     commit(table, 10)
-    assert [one.hash for one in table.make_room(4)] == [name(3), name(2), name(1), name(10)]
+    assert [one.hash for one in make_room(table, 4)] == [name(3), name(2), name(1), name(10)]
 
 
 def test_a_long_chain_stays_where_it_is_for_few_blocks() -> None:
@@ -38,7 +38,7 @@ def test_a_long_chain_stays_where_it_is_for_few_blocks() -> None:
     table = plain_table(RENEWED_PER_BLOCK + 2)
     commit(table, *range(1, RENEWED_PER_BLOCK + 2))
     commit(table, RENEWED_PER_BLOCK + 2)
-    assert table.make_room(1) == [block(RENEWED_PER_BLOCK + 1)]
+    assert make_room(table, 1) == [block(RENEWED_PER_BLOCK + 1)]
 
 
 def test_chains_of_a_batch_share_the_walk() -> None:

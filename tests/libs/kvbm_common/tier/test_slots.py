@@ -27,7 +27,7 @@ from kvbm_common.tier.leases import Lease, LeaseTable
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.slots import SlotTable
 
-from tests.libs.helpers import block, name, names, plain_table, policy_of
+from tests.libs.helpers import block, make_room, name, names, plain_table, policy_of
 
 
 def table_of(*numbers: int, slot_count: int = 4) -> SlotTable:
@@ -73,7 +73,7 @@ def test_a_staged_block_cannot_be_found() -> None:
 def test_a_table_without_slots_gets_them_once() -> None:
     """A host tier learns the size of its slots from the first engine."""
     table = plain_table(0, partial(make_policy, "lru"))
-    assert (table.reset_count, table.make_room(1)) == (0, [])
+    assert (table.reset_count, make_room(table, 1)) == (0, [])
     table.lay_out(Layout.unsized(2), partial(make_policy, "lru"))
     assert (table.slot_count, table.reset_count, table.counts()["total"]) == (2, 2, 2)
     table.stage_all(names(1, 2))
@@ -87,7 +87,7 @@ def test_stage_without_a_reset_slot_is_an_ordinary_no() -> None:
     """Staging never evicts by itself: `make_room` does, and says whom."""
     table = table_of(1, 2, slot_count=2)
     assert table.stage(name(3)) is None
-    assert table.make_room(1) == [block(2)]
+    assert make_room(table, 1) == [block(2)]
     assert table.stage(name(3)) is not None
 
 
@@ -95,9 +95,9 @@ def test_make_room_evicts_only_what_is_short_and_never_a_pinned_block() -> None:
     """Slots: 1 pinned, 2 and 3 inactive, one reset. Room for two costs one block, for four two."""
     table = table_of(1, 2, 3)
     table.pin(slot_of(table, 1))
-    assert table.make_room(2) == [block(3)]
-    assert table.make_room(4) == [block(2)]
-    assert table.make_room(4) == []
+    assert make_room(table, 2) == [block(3)]
+    assert make_room(table, 4) == [block(2)]
+    assert make_room(table, 4) == []
     assert table.counts() == {
         "reset": 3,
         "staged": 0,
@@ -115,7 +115,7 @@ def test_a_chain_is_evicted_leaf_first() -> None:
     for slot in slots:
         table.pin(slot)
     table.unpin(slots)
-    assert table.make_room(3) == [block(3), block(2), block(1)]
+    assert make_room(table, 3) == [block(3), block(2), block(1)]
 
 
 def test_generation_tells_that_a_slot_is_another_blocks() -> None:
@@ -312,7 +312,7 @@ def test_a_batch_is_staged_in_order_and_its_leaf_leaves_first() -> None:
     table.register_all([(slot, block(slot + 1)) for slot in slots])
     table.check()
     assert [table.find(one) for one in names(1, 2, 3)] == [0, 1, 2]
-    assert table.make_room(4) == [block(3), block(2), block(1)]
+    assert make_room(table, 4) == [block(3), block(2), block(1)]
 
 
 def test_a_block_cannot_be_staged_twice() -> None:
@@ -333,7 +333,7 @@ def test_a_prefix_is_pinned_up_to_the_first_block_that_is_not_here() -> None:
     assert table.pins() == {0: 2, 1: 1}
     table.check()
     assert table.pin_prefix(names(5, 1)) == []
-    assert table.make_room(4) == [block(3)]
+    assert make_room(table, 4) == [block(3)]
     table.unpin([0, 0, 1])
     table.check()
 
@@ -348,7 +348,7 @@ def test_a_pinned_prefix_counts_as_used() -> None:
     table.unpin([1])
     table.pin(2, used=True)
     table.unpin([2])
-    assert table.make_room(2) == [block(2)]
+    assert make_room(table, 2) == [block(2)]
 
 
 # --- a new table, and what a policy learns ------------------------------------------------------
@@ -358,7 +358,7 @@ def test_a_table_without_slots_has_room_for_nothing() -> None:
     """An arena that is still to be made: all questions have answers."""
     table = plain_table(0)
     assert table.stage(name(1)) is None
-    assert (table.room(), table.make_room(1), len(table)) == (0, [], 0)
+    assert ((table.reset_count + table.idle_count), make_room(table, 1), len(table)) == (0, [], 0)
     table.check()
 
 
@@ -385,7 +385,7 @@ def test_a_policy_learns_the_parents() -> None:
         slot = table.stage(name(number))
         assert slot is not None
         table.register(slot, block(number, parent=parent))
-    assert [one.hash for one in table.make_room(1)] == names(2)
+    assert [one.hash for one in make_room(table, 1)] == names(2)
 
 
 # --- size and policy ----------------------------------------------------------------------------
@@ -419,11 +419,11 @@ def test_another_policy_takes_over_the_blocks(policy: str) -> None:
     table.discard(name(1))
     table.use_policy(partial(make_policy, policy))
     table.check()
-    assert table.make_room(1) == [block(4)]
+    assert make_room(table, 1) == [block(4)]
     table.unpin([gone])
     table.unpin([held])
     table.check()
-    assert {one.hash for one in table.make_room(4)} == {name(2), name(3)}
+    assert {one.hash for one in make_room(table, 4)} == {name(2), name(3)}
     table.check()
 
 
@@ -567,8 +567,8 @@ class SlotsAndLeases(RuleBasedStateMachine):
     def make_room(self, count: int) -> None:
         pinned = {slot for lease in self.lease_table.all() for slot in lease.slots}
         reset = self.table.counts()["reset"]
-        evictable = self.table.room() - reset
-        evicted = self.table.make_room(count)
+        evictable = (self.table.reset_count + self.table.idle_count) - reset
+        evicted = make_room(self.table, count)
         assert len(evicted) == min(max(0, count - reset), evictable)
         for gone in evicted:
             assert self.committed.pop(gone.hash) not in pinned, self.diary.story(gone.hash)
@@ -594,9 +594,9 @@ class SlotsAndLeases(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(sorted(POLICIES)))
     def use_policy(self, policy: str) -> None:
-        room = self.table.room()
+        room = self.table.reset_count + self.table.idle_count
         self.table.use_policy(partial(make_policy, policy))
-        assert self.table.room() == room
+        assert (self.table.reset_count + self.table.idle_count) == room
 
     @invariant()
     def retired_slots_are_none_of_the_others(self) -> None:
@@ -627,7 +627,9 @@ class SlotsAndLeases(RuleBasedStateMachine):
         self.unpin(self.lease_table.expire(self.now_ms + 1_000))
         assert len(self.lease_table) == 0
         assert self.table.pins() == {}
-        assert self.table.room() == 4 - len(self.staged) - len(self.abandoned) - self.retired
+        assert (self.table.reset_count + self.table.idle_count) == 4 - len(self.staged) - len(
+            self.abandoned
+        ) - self.retired
         self.table.check()
 
 
@@ -644,13 +646,13 @@ def test_pins_of_a_run_are_counted_and_its_blocks_held_once() -> None:
     both, again, one = (table.pin_prefix(names(*run)) for run in ((1, 2), (1, 2), (1,)))
     assert both == again == [slot_of(table, 1), slot_of(table, 2)]
     assert [table.pin_count(slot) for slot in both] == [3, 2]
-    assert table.make_room(4) == [block(3)]
+    assert make_room(table, 4) == [block(3)]
     table.unpin(both)
     table.unpin(one)
     table.check()
-    assert table.make_room(4) == []
+    assert make_room(table, 4) == []
     table.unpin(again)
-    assert table.make_room(4) == [block(2), block(1)]
+    assert make_room(table, 4) == [block(2), block(1)]
 
 
 def test_run_ends_before_the_first_block_that_is_not_here() -> None:

@@ -22,7 +22,7 @@ from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.tier.tenants import IDLE_MS, TENANTS_MAX, Tenants, shares_of
 
-from tests.libs.helpers import StrictLru, name
+from tests.libs.helpers import StrictLru, make_room, name
 
 PLAIN = Namespace(model="test", block_tokens=4)
 SPACES = {who: of_tenant(PLAIN, who).digest for who in ("", "gold", "silver", "tin")}
@@ -46,7 +46,7 @@ def store(table: SlotTable, who: str, numbers: Sequence[int], size: int = SIZE) 
     gone: list[int] = []
     for number in numbers:
         new = block(number, who, size)
-        gone += [number_of(one.hash) for one in table.make_room(1, size, new.namespace)]
+        gone += [number_of(one.hash) for one in make_room(table, 1, size, new.namespace)]
         slot = table.stage(new.hash, size)
         assert slot is not None, f"no room for {number}"
         table.register(slot, new)
@@ -184,7 +184,7 @@ def test_tenants_beyond_the_limit_have_one_share_together() -> None:
     for number in range(1000, 1000 + 8 * TENANTS_MAX):
         digest = of_tenant(PLAIN, f"t{number}").digest
         new = msgspec.structs.replace(block(number, ""), namespace=digest)
-        table.make_room(1, SIZE, digest)
+        make_room(table, 1, SIZE, digest)
         slot = table.stage(new.hash, SIZE)
         assert slot is not None
         table.register(slot, new)
@@ -330,7 +330,7 @@ class FairTable(RuleBasedStateMachine):
     @rule(who=st.sampled_from(sorted(WEIGHTS)), count=st.integers(1, 4))
     def stores(self, who: str, count: int) -> None:
         expected = self.expected(who, count)
-        gone = self.table.make_room(count, SIZE, SPACES[who])
+        gone = make_room(self.table, count, SIZE, SPACES[who])
         assert [number_of(one.hash) for one in gone] == expected, who
         self.order = [one for one in self.order if one[0] not in expected]
         new = [block(self.last + 1 + at, who) for at in range(self.table.room_for(count))]

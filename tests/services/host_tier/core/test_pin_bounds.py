@@ -24,6 +24,7 @@ from kvbm_common.wire.verbs import ErrorBody
 from kvbm_host_tier.core.messages import AdminAsked, Answer, StartPull
 from kvbm_host_tier.core.session_pins import SessionPins
 
+from tests.libs.helpers import make_room
 from tests.services.host_tier.core.test_sizes import LARGE_BYTES, SLAB_UNITS, attach, found, store
 from tests.services.host_tier.helpers import NAMESPACE, Host, incarnation, name, of
 
@@ -133,7 +134,7 @@ class BoundedPins(RuleBasedStateMachine):
         if self.table.find(name(number)) is not None:
             return
         namespace = SPACES[tenant_of(number)]
-        self.table.make_room(1, 64, namespace)
+        make_room(self.table, 1, 64, namespace)
         slot = self.table.stage(name(number), 64)
         if slot is None:
             return  # The tenant is above its share, and has nothing that may leave.

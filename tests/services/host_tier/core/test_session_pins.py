@@ -13,6 +13,8 @@ from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_host_tier.core.session_pins import SessionPins
 
+from tests.libs.helpers import make_room
+
 NAMESPACE, OTHER = bytes(32), bytes(31) + b"x"
 SLOTS, PINNED_MAX = 10, 4
 BLOCKS = st.integers(1, 12)
@@ -39,7 +41,7 @@ class Pins(RuleBasedStateMachine):
         """A block is committed, perhaps in place of others."""
         if self.table.find(name(number)) is not None:
             return
-        self.table.make_room(1, 64)
+        make_room(self.table, 1, 64)
         slot = self.table.stage(name(number), 64)
         assert slot is not None, "sessions pin all of the medium"
         namespace = OTHER if number in (9, 11) else NAMESPACE
