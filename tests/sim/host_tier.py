@@ -21,7 +21,7 @@ from kvbm_host_tier.core.filter_messages import MakeFilter, NamesChanged, Switch
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
-    OpenDoor,
+    OpenPeerReader,
     PeerEffect,
     PeerId,
     PullFromPeer,
@@ -237,7 +237,7 @@ class HostTier(Service):
                 self.peers.pull(effect)
             case ReleaseAtPeer(peer, lease):
                 self.peers.release(peer, lease)
-            case OpenDoor():
+            case OpenPeerReader():
                 self.peers.open_door()
             case SayPlace():
                 self.siblings.say(effect)

@@ -7,15 +7,15 @@
                ▲ room at the end                └─ failure or reconnection: all is unsent again
 ```
 
-What a source says before the publisher's task has its turn travels in one message
-(`wire/packed_events.py`). A message that is packed stays as it is, so that sending it again is no
-other one. A bus on which a reader of JSON only is present has a message for each event.
+Events that a source publishes before the publisher's task has its turn go into one message
+(`wire/packed_events.py`). A packed message is never changed, so that a repeated one is a duplicate.
+While a reader of JSON only is present on the bus, each event has a message of its own.
 
-Order is kept because one connection sends in order and after any failure sending restarts from the
-first message that was not acknowledged; the message id (`<source>:<epoch>:<seq>`) lets the server
+Order is kept because one connection sends in order, and after any failure sending restarts from the
+first message that was not acknowledged. The message id (`<source>:<epoch>:<seq>`) lets the server
 drop what it already has. When the outbox is full the oldest message is dropped and counted:
-consumers see a gap in `seq` and ask for a snapshot. An event on no subject of NATS is dropped and
-counted at once: it would be sent again and again, and hold up all behind it.
+consumers see a gap in `seq` and ask for a snapshot. An event whose subject NATS does not take is
+dropped and counted at once: it would be sent without end, and block all behind it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OUTBOX_MAX = 10_000
 OUTBOX_BYTES_MAX = 64 * 1024 * 1024
 """Bytes kept while NATS is away; whichever limit comes first."""
 WINDOW = 256
-"""Messages in flight: at 1 ms per acknowledgement far more than a source produces."""
+"""Messages in flight at most: at 1 ms per acknowledgement far more than a source produces."""
 ACK_DEADLINE_S = 3.0
 """An acknowledgement that takes longer is taken for lost."""
 SUBJECT = re.compile(r"[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*")
@@ -65,7 +65,7 @@ class _Entry:
     source: str
     """The subject without its kind; several engines share a consolidator's outbox."""
     events: int
-    """How many are in the message."""
+    """The number of events in the message."""
     acknowledged: bool = False
     sent_s: float = 0.0
 
@@ -187,7 +187,7 @@ class EventPublisher:
             gone = self._pop_oldest()
             self._dropped_count += gone.events
             self._dropped.labels(reason="outbox_full").inc(gone.events)
-            self._log.warning("outbox_full", "the oldest events are dropped")
+            self._log.warning("outbox_full", "the outbox is full: its oldest events are dropped")
         message_id = f"{self._source}:{epoch}:{seq}"
         self._append(subject, payload, message_id, events)
         self._depth.set(self.pending)
@@ -206,7 +206,7 @@ class EventPublisher:
     async def run(self) -> None:
         """Send and watch acknowledgements until cancelled."""
         forget = self._link.on_reconnect(lambda: self._fail(NEW_CONNECTION))
-        # Sending before the stream is there would store the later events of a window only.
+        # A stream that is made while a window is sent would have the later events only.
         self._fail(NEW_CONNECTION)
         unsubscribe = await self._subscribe()
         backoff = Backoff()
@@ -261,7 +261,7 @@ class EventPublisher:
         self._work.set()
 
     async def _send_window(self) -> None:
-        if self._sent < self._window:  # Else more are gathered meanwhile, for fewer messages.
+        if self._sent < self._window:  # With a full window more are gathered, for fewer messages.
             self._put_gathered()
         while self._sent < min(len(self._outbox), self._window) and not self._failure:
             entry = self._outbox[self._sent]
@@ -302,7 +302,7 @@ class EventPublisher:
             self._messages.inc()
 
     def _drop_too_large(self, number: int, text: str) -> None:
-        """Drop an entry that is refused however often it is sent; others wait behind it."""
+        """Drop an entry that the server always refuses: others wait behind it."""
         self._dropped.labels(reason="too_large").inc(self._acknowledge(number))
         self._log.warning("too_large", text)
 
@@ -321,7 +321,7 @@ class EventPublisher:
         return entry.events
 
     def _note_rest(self) -> None:
-        """Note what is left to do, after something has gone."""
+        """Wake the sender, or those who wait for an empty outbox, after an entry has gone."""
         if self._outbox or self._packer.event_count:
             self._work.set()
         else:
@@ -338,9 +338,9 @@ class EventPublisher:
         self._next_number += 1
 
     def _spare_last_events(self) -> None:
-        """Have an oldest entry that its source has sent others after, if there is one.
+        """Move entries that are their source's last from the front of the outbox to its end.
 
-        Entries that are their source's last go to the end: order counts within a source only.
+        Then the oldest entry may be dropped. Order counts within a source only.
         """
         for _ in range(len(self._waiting)):
             if self._waiting[self._outbox[0].source] > 1:

@@ -370,7 +370,7 @@ class HostTierCore:
         self._fills.tick(now_ms)
         self._explain.tick(now_ms)
         self._findable.tick(now_ms)
-        self._peers.open_door()
+        self._peers.open_peer_reader()
         self._scrubber.tick(now_ms)
         if lost:
             self._placement.advance()

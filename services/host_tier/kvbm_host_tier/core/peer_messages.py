@@ -125,10 +125,10 @@ class ReleaseAtPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenDoor:
+class OpenPeerReader:
     """There are peers, and blocks that they could read: let them."""
 
     path: str
 
 
-PeerEffect = AskHolders | PullFromPeer | ReleaseAtPeer | OpenDoor
+PeerEffect = AskHolders | PullFromPeer | ReleaseAtPeer | OpenPeerReader

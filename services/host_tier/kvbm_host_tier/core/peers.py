@@ -28,7 +28,7 @@ from kvbm_host_tier.core.load_times import Loading, LoadTimes
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
-    OpenDoor,
+    OpenPeerReader,
     PeerId,
     PeerPulled,
     PeerPullFailed,
@@ -125,7 +125,7 @@ class Peers:
         """The pulls that are FLYING or SETTLED."""
         self._wrong = FailedBlocks(AVOID_MAX)
         """Blocks that came with wrong bytes a short while ago."""
-        self._door_open = False
+        self._is_reader_open = False
 
     def __len__(self) -> int:
         return len(self._breakers)
@@ -165,18 +165,18 @@ class Peers:
     def joined(self, peer: PeerId) -> None:
         """Take in a host tier, perhaps in a new life: its breaker is closed again."""
         self._breakers[peer] = Breaker()
-        self.open_door()
+        self.open_peer_reader()
 
     def left(self, peer: PeerId) -> None:
         """Forget a peer that is gone; pulls in flight from there end by themselves."""
         self._breakers.pop(peer, None)
 
-    def open_door(self) -> None:
+    def open_peer_reader(self) -> None:
         """Start the peer reader once there are peers and slots."""
-        if self._breakers and self._arena.unit_count and not self._door_open:
+        if self._breakers and self._arena.unit_count and not self._is_reader_open:
             assert self._arena.info.path
-            self._door_open = True
-            self._emit(OpenDoor(self._arena.info.path))
+            self._is_reader_open = True
+            self._emit(OpenPeerReader(self._arena.info.path))
 
     # --- questions --------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
 """The engines' socket: a ZMQ ROUTER that speaks wire.local.
 
-It listens at an endpoint of its own, which it shares with no other, and at the well-known one as
-soon as it holds the lock on it: of all host tiers of a host one does, the front. The kernel drops
-the lock with the process. Where engines come by TCP there is only the well-known endpoint, and one
-host tier.
+It listens at an endpoint of this host tier alone, and also at the well-known endpoint while it
+holds the lock on that. One host tier of a host does: the *front*. The kernel releases the lock with
+the process. With TCP there is only the well-known endpoint, and one host tier.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ def own_endpoint(endpoint: str, instance: str) -> str:
 
 
 def is_deserted(endpoint: str) -> bool:
-    """Tell whether no process listens there any more, by connecting, which ZMQ does not mind."""
+    """Tell whether no process listens at an endpoint, by connecting to it: ZMQ tolerates that."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             probe.connect(endpoint.removeprefix(IPC))
     except (ConnectionRefusedError, FileNotFoundError):
         return True
-    except OSError:  # It has no time for us now, or we no descriptor: not our question.
+    except OSError:  # It is too busy to accept, or we have no descriptor: it may still listen.
         return False
     return False
 
@@ -107,7 +106,7 @@ class EngineSocket:
 
     @property
     def listens_at(self) -> str:
-        """Where engines find us first."""
+        """The endpoint at which engines reach this host tier first."""
         return self.endpoint if self._is_front else self.own
 
     def take_front(self) -> bool:

@@ -66,7 +66,7 @@ from kvbm_host_tier.core.messages import (
 )
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
-    OpenDoor,
+    OpenPeerReader,
     PeerEffect,
     PeerId,
     PeerJoined,
@@ -131,9 +131,9 @@ class HostTierShell:
         self._roster = CommittedTableWriter(core.view, context.counters)
         self._filter = MissFilterWriter(core.view, context.host, context.source)
         devices = peer_devices(context.settings, context.bus.access)
-        self._door = PeerReader(f"{context.source}-door", devices=devices)
+        self._peer_reader = PeerReader(f"{context.source}-door", devices=devices)
         self._peers = PeerClient(
-            context.bus, self._door, host=context.host, source=context.source,
+            context.bus, self._peer_reader, host=context.host, source=context.source,
             counters=context.counters,
         )  # fmt: skip
         self._dropped = context.counters.counter(
@@ -177,7 +177,7 @@ class HostTierShell:
                 tasks.create_task(self._publisher.run(), name="publisher"),
                 tasks.create_task(self._hear_engines(), name="engines"),
                 tasks.create_task(self._below.follow(self._loop.offer_nowait), name="disk events"),
-                tasks.create_task(self._door.run(), name="door"),
+                tasks.create_task(self._peer_reader.run(), name="peer reader"),
                 tasks.create_task(self._siblings.run(), name="siblings"),
             ]
             for effect in self._core.start():
@@ -270,7 +270,7 @@ class HostTierShell:
 
     async def _open_door(self, payload: bytes) -> bytes:
         _require_any_size(_door_request.decode(payload or b"{}"))
-        opened, arena = self._door.opened, self._core.view.arena_reply()
+        opened, arena = self._peer_reader.opened, self._core.view.arena_reply()
         if opened is None or not arena.slot_bytes:
             raise PeerReaderClosed("the peer reader is not running")
         reply = DoorReply(
@@ -355,8 +355,8 @@ class HostTierShell:
                 return self._spans.pull(effect, self._peers.pull)
             case ReleaseAtPeer(peer, lease):
                 return self._peers.release(peer, lease)
-            case OpenDoor(path):
-                self._door.want(path)
+            case OpenPeerReader(path):
+                self._peer_reader.want(path)
             case SayPlace():
                 return self._siblings.say(effect)
             case HandedOver():

@@ -1,4 +1,4 @@
-"""Questions to the index and pulls from peers, as the core wants them: NATS, and the door."""
+"""Questions to the index, over NATS, and pulls from peers, through the peer reader."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _match_reply: JsonCodec[MatchReply] = JsonCodec(MatchReply)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A peer's arena as we can read it, in this life of our door."""
+    """A peer's arena as the present peer reader process can read it."""
 
     name: str
     """NIXL's."""
@@ -68,9 +68,9 @@ class PeerClient:
     """Everything that one host tier wants of others. Wherever it waits there is a deadline."""
 
     def __init__(
-        self, bus: Bus, door: PeerReader, *, host: str, source: str, counters: Metrics
+        self, bus: Bus, reader: PeerReader, *, host: str, source: str, counters: Metrics
     ) -> None:
-        self._bus, self._door, self._host, self._source = bus, door, host, source
+        self._bus, self._reader, self._host, self._source = bus, reader, host, source
         self._owner = f"{source}@{host}"
         self._token = secrets.token_hex(16)
         """What gives our leases back: nothing else does."""
@@ -82,25 +82,25 @@ class PeerClient:
         )
         self._known: dict[PeerId, Known] = {}
         self._names: dict[tuple[int, bytes], str] = {}
-        """Life of the door and a peer's metadata → NIXL's name of it: nothing is learned twice."""
+        """Number of the peer reader process, and metadata of a peer → NIXL's name of the peer."""
         self._meeting: dict[PeerId, asyncio.Lock] = {}
         self._pull_of: dict[int, int] = {}
         """Read that may still write → the pull that it is for."""
         self.on_settled: Callable[[PeerPullSettled], None] = lambda _: None
-        door.on_settled = self._settled
+        reader.on_settled = self._settled
 
     def left(self, peer: PeerId) -> None:
         """Forget a peer that has left or begun a new life: it is asked again where its arena is.
 
         NIXL forgets it only when nothing hangs: a wire may heal, and the same peer return.
         """
-        self._forget(peer, gone=not self._door.any_may_write)
+        self._forget(peer, gone=not self._reader.any_may_write)
 
     def _forget(self, peer: PeerId, *, gone: bool) -> None:
         known = self._known.pop(peer, None)
-        if known is not None and gone and known.life == self._door.life:
+        if known is not None and gone and known.life == self._reader.life:
             self._names.pop((known.life, known.reply.agent), None)
-            self._door.remove_peer(known.name)
+            self._reader.remove_peer(known.name)
 
     # --- the index --------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class PeerClient:
         except (PeerReaderClosed, ReadFailed) as error:
             if error.code != TransferTimeout.code:  # Late is not gone.
                 self._forget(pull.peer, gone=True)
-            settled = not isinstance(error, ReadFailed) or not self._door.may_write(error.read)
+            settled = not isinstance(error, ReadFailed) or not self._reader.may_write(error.read)
             if isinstance(error, ReadFailed) and not settled:
                 self._pull_of[error.read] = pull.pull
             return PeerPullFailed(pull.pull, error.code, settled=settled, lease=lease.lease)
@@ -165,9 +165,9 @@ class PeerClient:
         """Return where a peer's arena is, as far as we know, or as it says."""
         async with self._meeting.setdefault(peer, asyncio.Lock()):
             known = self._known.get(peer)
-            if known is not None and known.life == self._door.life:
+            if known is not None and known.life == self._reader.life:
                 return known
-            life = self._door.life
+            life = self._reader.life
             left_s = _left_s(until_ms)
             payload = await self._ask(
                 peer, "door", msgspec.json.encode(DoorRequest(any_size=True)), deadline_s=left_s
@@ -175,7 +175,7 @@ class PeerClient:
             reply = _door_reply.decode(payload)
             name = self._names.get((life, reply.agent))
             if name is None:
-                name = await self._door.add_peer(reply.agent, deadline_s=_left_s(until_ms))
+                name = await self._reader.add_peer(reply.agent, deadline_s=_left_s(until_ms))
                 self._names = {key: one for key, one in self._names.items() if key[0] == life}
                 self._names[life, reply.agent] = name
             known = self._known[peer] = Known(name, reply, life)
@@ -203,7 +203,7 @@ class PeerClient:
         if not wanted:
             return PeerPulled(pull.pull, (), lease.lease)
         block_bytes = wanted[0][1].bytes
-        arrived = await self._door.read(
+        arrived = await self._reader.read(
             known.name,
             [known.reply.address + leased.slot * known.reply.slot_bytes for _, leased in wanted],
             [slot * UNIT_BYTES for slot, _ in wanted],

@@ -1,4 +1,4 @@
-"""The host tier's end of its door process: it is started, asked, and started again when it dies."""
+"""The host tier's side of the peer reader: starts the process, sends requests, restarts it."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from kvbm_host_tier.shell.peer_reader_messages import (
     AddPeer,
     Arrived,
     Failed,
-    FromDoor,
+    FromReader,
     Opened,
     Read,
     RemovePeer,
     Settled,
-    ToDoor,
+    ToReader,
     frame,
     receive_frame,
 )
 
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
-"""Pauses before the process is started again; the last one repeats until it has opened."""
+"""Pauses before the process is restarted; the last one repeats until it has opened."""
 SETTLE_S = 5.0
-"""A failed read that does not end by itself in this time ends with the process."""
+"""How long a failed read may take to settle before the process is killed."""
 ANSWER_MARGIN_S = 1.0
-"""The process keeps deadlines itself; this only finds one that hangs."""
+"""Added to the deadlines that the process keeps itself, to find a process that hangs."""
 CLOSE_DEADLINE_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class PeerReaderClosed(KvbmError):
-    """The door process is starting, or has just died."""
+    """The peer reader process is starting, or has just ended."""
 
     code = "door_closed"
 
@@ -59,7 +59,7 @@ class ReadFailed(KvbmError):
 
 
 class PeerReader:
-    """One process at a time. Every answer ends with the life of the process that owes it."""
+    """The peer reader process, one at a time. Requests fail when their process ends."""
 
     def __init__(
         self, name: str, *, devices: str = "", on_died: Callable[[], None] = lambda: None
@@ -75,13 +75,13 @@ class PeerReader:
         self._answers: dict[int, asyncio.Future[Added | Arrived]] = {}
         self._unsettled: dict[int, asyncio.TimerHandle] = {}
         self.on_settled: Callable[[int], None] = lambda _: None
-        """Called with the read, when a failed one has come to its end."""
+        """Called with the number of a failed read when it has settled."""
         self.opened: Opened | None = None
         self.life = 0
-        """Counts the processes: names of peers hold in one only."""
+        """Number of the present process: names of peers are valid in one process only."""
 
     def want(self, path: str) -> None:
-        """Open the door of this arena, and keep it open."""
+        """Start the process for this arena, and keep it running."""
         self._path = path
         self._wanted.set()
 
@@ -93,15 +93,15 @@ class PeerReader:
             self.life += 1
             try:
                 await self._live()
-            except OSError as error:  # No process, memory or descriptor is left for now.
-                log.warning("the door to other hosts cannot be kept open: %s", error)
+            except OSError as error:  # No process, memory or descriptor is left now.
+                log.warning("the peer reader cannot be started: %s", error)
             finally:
                 was_open, self.opened = self.opened is not None, None
                 self._end_all()
             self._on_died()
             failures = 1 if was_open else failures + 1
             pause_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
-            log.warning("the door to other hosts has closed; again in %s s", pause_s)
+            log.warning("the peer reader has ended; restarting in %s s", pause_s)
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> None:
@@ -120,7 +120,7 @@ class PeerReader:
             await _end(process)
             self._process = None
 
-    def _take(self, message: FromDoor) -> None:
+    def _take(self, message: FromReader) -> None:
         match message:
             case Opened():
                 self.opened = message
@@ -153,11 +153,11 @@ class PeerReader:
 
     @property
     def any_may_write(self) -> bool:
-        """Has any failed read not settled yet?"""
+        """Whether a failed read has not settled yet."""
         return bool(self._unsettled)
 
     def kill(self) -> None:
-        """End the process now; nothing that it has under way writes any more when it is gone."""
+        """Kill the process: its reads write nothing once it has ended."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -165,7 +165,7 @@ class PeerReader:
         """Fail all calls and settle all reads: the process that could still write has ended."""
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(PeerReaderClosed("the door process has ended"))
+                answer.set_exception(PeerReaderClosed("the peer reader has ended"))
         for read in list(self._unsettled):
             self._settle(read)
 
@@ -204,9 +204,11 @@ class PeerReader:
         assert isinstance(arrived, Arrived)
         return arrived
 
-    async def _ask(self, request: ToDoor, number: int, deadline_s: float | None) -> Added | Arrived:
+    async def _ask(
+        self, request: ToReader, number: int, deadline_s: float | None
+    ) -> Added | Arrived:
         if self.opened is None:
-            raise PeerReaderClosed("the door process is starting")
+            raise PeerReaderClosed("the peer reader is starting")
         answer: asyncio.Future[Added | Arrived] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
@@ -216,14 +218,14 @@ class PeerReader:
         finally:
             del self._answers[number]
 
-    def _send(self, message: ToDoor) -> None:
+    def _send(self, message: ToReader) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(frame(message))
 
 
 def peer_devices(settings: Settings, access: NatsAccess) -> str:
-    """Return the devices for reads between hosts; where NATS is on loopback there is one host."""
+    """Return the network devices for reads between hosts; with NATS on loopback, `lo`."""
     chosen = settings.peer_devices
     return chosen or ("lo" if access.is_local else os.environ.get(NET_DEVICES, "all"))
 

@@ -1,4 +1,4 @@
-"""What the host tier and its door process say to each other: msgpack frames over two pipes."""
+"""Messages between the host tier and its peer reader: msgpack frames over two pipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AddPeer(_Message, frozen=True):
 
 
 class RemovePeer(_Message, frozen=True):
-    """Forget it. No answer."""
+    """Forget a peer; there is no answer."""
 
     name: str
 
@@ -83,19 +83,19 @@ class Settled(_Message, frozen=True):
     id: int
 
 
-ToDoor = AddPeer | RemovePeer | Read
-FromDoor = Opened | Added | Arrived | Failed | Settled
-_to_door: msgspec.msgpack.Decoder[ToDoor] = msgspec.msgpack.Decoder(ToDoor)
-_from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
+ToReader = AddPeer | RemovePeer | Read
+FromReader = Opened | Added | Arrived | Failed | Settled
+_to_reader: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
+_from_reader: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)
 
 
-def frame(message: ToDoor | FromDoor) -> bytes:
+def frame(message: ToReader | FromReader) -> bytes:
     """Encode a message as it goes into a pipe."""
     payload = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
 
-def read_frame(pipe: BinaryIO) -> ToDoor | None:
+def read_frame(pipe: BinaryIO) -> ToReader | None:
     """Read the next message of the host tier; None: it has closed the pipe."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -103,14 +103,14 @@ def read_frame(pipe: BinaryIO) -> ToDoor | None:
     size = _LENGTH.unpack(head)[0]
     assert size <= FRAME_BYTES_MAX, size
     payload = pipe.read(size)
-    return _to_door.decode(payload) if len(payload) == size else None
+    return _to_reader.decode(payload) if len(payload) == size else None
 
 
-async def receive_frame(pipe: asyncio.StreamReader) -> FromDoor | None:
-    """Receive the next message of the door; None: it has ended."""
+async def receive_frame(pipe: asyncio.StreamReader) -> FromReader | None:
+    """Receive the next message of the peer reader; None: it has ended."""
     try:
         size = _LENGTH.unpack(await pipe.readexactly(_LENGTH.size))[0]
         assert size <= FRAME_BYTES_MAX, size
-        return _from_door.decode(await pipe.readexactly(size))
+        return _from_reader.decode(await pipe.readexactly(size))
     except asyncio.IncompleteReadError:
         return None

@@ -1,10 +1,9 @@
-"""The door: the process through which host tiers of different hosts read each other's arenas.
+"""The peer reader: the process through which host tiers of other hosts read this arena.
 
-It maps the arena, lends it to peers over NIXL, and reads from theirs. Why a process of its own:
-over TCP UCX emulates READ, and a reader that dies in the middle of one makes UCX *abort the owner's
-process* (see kvbm_common.nixl.mover_thread). A host that dies must not take its neighbours' arenas
-with it. And what a read that hangs may still write ends with this process, whatever NIXL thinks of
-it.
+It maps the arena, lends it to peers over NIXL, and reads theirs. It is a process of its own, since
+UCX emulates READ over TCP: a reader that dies during a READ makes UCX *abort the owner's process*
+(see kvbm_common.nixl.mover_thread). So a host that dies does not end the host tiers of others. And
+a read that hangs writes nothing any more when this process has ended, whatever NIXL thinks of it.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from kvbm_host_tier.shell.peer_reader_messages import (
     AddPeer,
     Arrived,
     Failed,
-    FromDoor,
+    FromReader,
     Opened,
     Read,
     RemovePeer,
     Settled,
-    ToDoor,
+    ToReader,
     frame,
     read_frame,
 )
@@ -59,7 +58,7 @@ class PeerReaderProcess:
         agent = self._mover.metadata().result(CALL_DEADLINE_S)
         self._say(Opened(agent=agent, address=self._arena.address))
 
-    def take(self, message: ToDoor) -> None:
+    def take(self, message: ToReader) -> None:
         """Carry out one request."""
         match message:
             case AddPeer():
@@ -104,7 +103,7 @@ class PeerReaderProcess:
         if settling is not None and not settled:
             settling.add_done_callback(lambda _: self._say(Settled(id=read.id)))
 
-    def _say(self, message: FromDoor) -> None:
+    def _say(self, message: FromReader) -> None:
         with self._writing:
             self._out.write(frame(message))
             self._out.flush()
@@ -121,11 +120,11 @@ def main() -> None:
     path, name = sys.argv[1:]
     with Arena.attach(path) as arena:
         mover = MoverThread(name)
-        door = PeerReaderProcess(arena, mover, out)
+        reader = PeerReaderProcess(arena, mover, out)
         try:
-            door.open()
+            reader.open()
             while (message := read_frame(sys.stdin.buffer)) is not None:
-                door.take(message)
+                reader.take(message)
         finally:
             mover.close(CLOSE_S)
 

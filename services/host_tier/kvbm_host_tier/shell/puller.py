@@ -1,8 +1,8 @@
-"""The puller: carries out pulls over NIXL, and sums up what has arrived.
+"""The puller: carries out pulls over NIXL, and computes the checksums of the blocks that come.
 
-The kernel's copy from one process to another is the limit of a pull, and one thread makes one at a
-time: two movers, each an agent in a thread of its own, share the chunks where there is a second
-processor. Each sums up a chunk as soon as it is there, while it is still in its core's cache.
+A pull is as fast as the kernel copies from one process to another, and a thread makes one copy at a
+time. So two movers, each an agent in a thread of its own, share the chunks where there is a second
+processor. Each computes a chunk's checksums while the bytes are still in its core's cache.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ if TYPE_CHECKING:
 
 BLOCKS_SETTING = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
 MOVERS_MAX = 2
-"""Movers that pull side by side, where there are processors for them."""
+"""Movers that pull at the same time, if there are processors for them."""
 PULL_CHUNK_BYTES = 16 * 1024 * 1024
 """One transfer of one mover, which its last cache holds. Smaller ones cost more than they save: a
 pull of 64 MiB took 44, 37, 35 and 33 ms of processor time with chunks of 2, 4, 8 and 16 MiB."""
 CALL_DEADLINE_S = 10.0
-"""Registrations and metadata take milliseconds; a machine in trouble gets some more."""
+"""Deadline of registrations and metadata, which take milliseconds on a healthy machine."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Pulling:
-    """A pull on its way. Several threads end its reads."""
+    """A pull under way; its reads end in several threads."""
 
     effect: StartPull
     reads_left: int
     sums: NDArray[np.uint64]
-    """By slot and part of the block."""
+    """Checksums by slot and part of the block."""
     moved: list[tuple[float, int]] = field(default_factory=list)
     """Seconds and bytes of each read."""
     failures: list[BaseException] = field(default_factory=list)
@@ -82,14 +82,14 @@ class Puller:
         self._shm_dir, self._name = shm_dir, name
         self._arena: Arena | None = None
         self.info = NO_ARENA
-        """The arena that is there, as the core knows it."""
+        """The present arena, as the core knows it."""
         self._registrations: list[Registration] = []
         self._device_puller: DevicePuller | None = None
         self._opening = threading.Lock()
         self._making = threading.Lock()
         self._stop = threading.Event()
         self._on_gpu: dict[str, int] = {}
-        """Peers whose memory is their GPU's, and is not open here: NIXL reads it."""
+        """Peer whose GPU memory cannot be opened here, so that NIXL reads it → its device."""
         self.on_settled: Callable[[PullSettled], None] = lambda _: None
         names = [name, *(f"{name}-{i + 2}" for i in range(min(MOVERS_MAX, thread_count()) - 1))]
         self.movers = [MoverThread(one) for one in names]
@@ -98,10 +98,10 @@ class Puller:
             mover.attend(0)
         self._attends_until = 0.0
         self._unread = [0] * len(self.movers)
-        """Bytes that each mover was given and has not brought and summed up yet."""
+        """Bytes that each mover was given, and that are not read and summed up yet."""
         self._giving = threading.Lock()
         self._summer = ThreadPoolExecutor(1, thread_name_prefix="checksum")
-        """Sums up what a GPU's mover has brought, which has other waves to look after."""
+        """Computes the checksums for a GPU's mover, which is busy with other waves."""
         self._figures = TransferFigures(counters)
 
     def make_arena(self, size_bytes: int, *, setting: str = "DYN_KVBM_CPU_CACHE_GB") -> ArenaInfo:
@@ -148,7 +148,7 @@ class Puller:
             self.mover.attend(seconds)
 
     def stop_making(self) -> None:
-        """Have an allocation end soon, and no other begin."""
+        """Have an allocation under way end soon, and let none begin."""
         self._stop.set()
 
     def close(self) -> None:

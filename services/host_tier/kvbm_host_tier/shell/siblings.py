@@ -1,4 +1,4 @@
-"""The other host tiers of this host, as the shell meets them: registry, lock and sockets."""
+"""The other host tiers of this host: the registry, the front's lock, and their sockets."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from kvbm_host_tier.shell.engine_socket import EngineSocket, is_deserted
 ENDPOINT, TAKES, SHARDS, CUT = "endpoint", "takes", "shards", "cut"
 """The keys of a host tier's registry entry."""
 LOOK_S = 0.2
-"""How often the lock is tried, and the front looks whether its siblings are still there. A connect
-takes 50 µs, and an engine notices nothing for 3 s."""
+"""How often a host tier tries to become the front, and the front looks whether its siblings still
+listen. A connect takes 50 µs, and an engine notices nothing for 3 s."""
 LOOK_ALONE_S = 5.0
 """How often a front without siblings looks: a new one is in the registry at once."""
 HAND_OVER_S = 1.2
-"""How long engines may take to go when we end; a service has 2.5 s for all of its end."""
+"""How long engines may take to leave when we stop; a service has 2.5 s in all to stop."""
 
 log = logging.getLogger(__name__)
 
 
 class Siblings:
-    """Feeds the core with what is heard of siblings, and tells them of us."""
+    """Tells the core of the siblings, and the siblings of this host tier."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Siblings:
         self._heard = asyncio.Event()
 
     async def start(self) -> None:
-        """Enter: from now on engines may be sent to us."""
+        """Publish our endpoint: from now on engines may be sent to us."""
         await self.say(SayPlace(takes=True, shard_map=None))
 
     async def run(self) -> NoReturn:
-        """Look again and again until cancelled."""
+        """Look for siblings, and for the role of the front, until cancelled."""
         while True:
             self._look()
             if self._was_front and not self._view.siblings():
@@ -73,7 +73,7 @@ class Siblings:
             await asyncio.sleep(LOOK_S)
 
     async def _wait_heard(self) -> None:
-        """Wait until another host tier is heard of, or for a while."""
+        """Wait until the registry changes, or until LOOK_ALONE_S have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_ALONE_S):
                 await self._heard.wait()
@@ -93,12 +93,15 @@ class Siblings:
     def _takes_front(self) -> bool:
         try:
             return self._engines.take_front()
-        except (OSError, zmq.ZMQError) as error:  # No descriptor is left: again at the next look.
+        except (
+            OSError,
+            zmq.ZMQError,
+        ) as error:  # No descriptor is left: the next look tries again.
             self._log.warning("front", f"the shared endpoint cannot be taken now: {error}")
             return False
 
     def registry_changed(self, event: RegistryEvent) -> None:
-        """Pass on that a host tier of this host, perhaps this one, came, changed or left."""
+        """Tell the core that a host tier of this host (or this one) joined, changed or left."""
         record = event.record
         self._heard.set()
         if isinstance(event, Left):
@@ -116,13 +119,13 @@ class Siblings:
         )
         told = record.info.get(SHARDS)
         if isinstance(told, str):
-            with contextlib.suppress(*UNREADABLE):  # Another release's: we go by ours.
+            with contextlib.suppress(*UNREADABLE):  # A map of another release: ours stays.
                 self._complete(MapTold(msgspec.json.decode(told, type=ShardMap)))
 
     async def say(self, place: SayPlace) -> None:
         """Publish our place, and the shard map if one is given, in the registry.
 
-        A host tier that does not hear of it goes by the map before: engines come and are
+        A host tier that does not learn of it keeps using the old map: engines that it gets are
         redirected.
         """
         info: Info = {ENDPOINT: self._engines.own, TAKES: place.takes, CUT: place.is_cut}
@@ -131,10 +134,12 @@ class Siblings:
         try:
             await self._context.registration.update(info)
         except RegistryUnavailable as error:
-            self._log.warning(error.code, f"the other host tiers do not hear of us: {error}")
+            self._log.warning(
+                error.code, f"the other host tiers cannot be told of this one: {error}"
+            )
 
     async def hand_over(self) -> None:
-        """Let engines finish and go before we end, if there is somewhere to go."""
+        """Send the engines to siblings before a stop, and wait a while until they have left."""
         self._complete(Leaving())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):

@@ -13,7 +13,7 @@ from kvbm_host_tier.core.messages import AskFill
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
-    OpenDoor,
+    OpenPeerReader,
     PeerJoined,
     PeerLeft,
     PeerPullFailed,
@@ -118,11 +118,11 @@ def test_who_has_no_peers_or_wants_none_asks_nobody(peer_pulls_max: int) -> None
 
 def test_the_door_opens_once_when_there_are_peers_and_slots() -> None:
     host = Host(attach=False)
-    assert not of(host.step(PeerJoined(ANN)), OpenDoor), "there is nothing to read yet"
+    assert not of(host.step(PeerJoined(ANN)), OpenPeerReader), "there is nothing to read yet"
     host.attach()
-    assert of(host.wait(50), OpenDoor) == [OpenDoor("/arena")]
-    assert not of([*host.step(PeerJoined(BEN)), *host.wait(50)], OpenDoor)
-    assert of(HostWithPeers().wait(50), OpenDoor) == []
+    assert of(host.wait(50), OpenPeerReader) == [OpenPeerReader("/arena")]
+    assert not of([*host.step(PeerJoined(BEN)), *host.wait(50)], OpenPeerReader)
+    assert of(HostWithPeers().wait(50), OpenPeerReader) == []
 
 
 # --- admission ----------------------------------------------------------------------------------
