@@ -1,14 +1,15 @@
 """Reclaim: which blocks leave when a size class needs room, fairly over all classes.
 
 While one class has all slabs, its policy chooses. Otherwise slabs are compared by how long their
-blocks have been idle, on average: where the longest idle slab is the needy class's own, its policy
-chooses victims among its blocks, a slab's worth of them before the next comparison. Where it is
-another class's, that slab is emptied, and changes its class. So a class that is used loses nothing
-to one that is used less, and a class that is not used any more loses all its slabs.
+blocks have been idle, on average. If the longest idle slab belongs to the class that needs room,
+its policy chooses victims, a slab's worth of them before the next comparison. If it belongs to
+another class, that slab is emptied, and changes its class. So a class that is used loses nothing to
+one that is used less, and a class that is not used any more loses all its slabs.
 
 A slab with pinned or staged slots is never emptied. If all slabs that should give way have some,
-the longest idle one is LEAVING: nothing is staged in it any more, its idle blocks leave, and it
-follows when its last pin ends. Of large tiers a few slabs of each class are compared, in turn.
+the longest idle one becomes LEAVING: nothing is staged in it any more, its idle blocks leave, and
+it is given up when its last pin ends. In large tiers a few slabs of each class are compared, in
+turn.
 
 *Short* is by how many blocks of the wanted size there is no room. Class A is short of 6, with 4
 blocks to a slab, and its slabs have been idle for 50 s at most:
@@ -35,13 +36,13 @@ from kvbm_common.tier.tenants import Claim, MayLeave, Tenant, in_order
 COMPARED_MAX = 8
 """Slabs of one class that are compared at a time: each takes some microseconds."""
 LONGER = 1.1
-"""Another class's slab gives way where it is idle for so many times as long: classes that are used
+"""How many times as long a slab of another class must be idle: otherwise classes that are used
 alike would take each other's slabs in turn."""
 LEAVING_TICKS = 4_096
-"""A slab that is not empty after so many batches of uses stays: something uses it after all."""
+"""Batches of uses after which a LEAVING slab that is not empty stays: it is used after all."""
 
 ANOTHER_SIZE = "another size"
-"""What has chosen an evicted block whose slab was needed for blocks of another size."""
+"""The policy that an eviction names if a slab was needed for blocks of another size."""
 
 IdleBlocks = Callable[[Slab], list[SequenceHash]]
 """Returns the blocks of a slab that are not pinned."""
@@ -87,7 +88,7 @@ class Reclaim:
         may_leave: MayLeave | None,
         claim: Claim | None = None,
     ) -> Victims:
-        """Return what leaves so that `short` more slots of a class can be taken; fewer: it must do.
+        """Return the blocks that leave so that `short` more slots of a class (or fewer) are free.
 
         `may_leave`: which blocks may be evicted; None: all that are not pinned. `claim`: whose
         blocks may leave for whom; None: there is one tenant only.

@@ -15,16 +15,16 @@ from kvbm_common.tier.slabs import SizeClass, Slab, SlabState
 from kvbm_common.tier.tenants import TENANTS_MAX, Tenant, Tenants
 
 SIZES_MAX = 32
-"""Size classes of one tier: each has a slab that it does not fill."""
+"""Size classes of one tier at most: each wastes a part of one slab."""
 KNOWN_MAX = 256
-"""Sizes of blocks whose classes are at hand: those of one class differ by less than 4 KiB."""
+"""Block sizes whose class is remembered: sizes of one class differ by less than 4 KiB."""
 
 MakePolicy = Callable[[int], EvictionPolicy]
 """Makes an eviction policy for so many slots."""
 
 
 class SlabPool:
-    """What is free in a medium, and whose. What is in the slots is the slot table's business."""
+    """The slabs of a medium and their classes; the slot table knows the blocks in the slots."""
 
     def __init__(
         self,
@@ -43,20 +43,20 @@ class SlabPool:
         self.known: dict[int, SizeClass] = {}
         """The classes of blocks that were asked for lately, by the size of the block."""
         self.slab_of: list[Slab] = []
-        """By slot."""
+        """Slot → its slab."""
         self.policy_of: list[EvictionPolicy] = []
-        """By slot: that of its class, for the tenant of its block."""
+        """Slot → the policy of its class for the tenant of its block."""
         self.used: list[int] = []
-        """By slot: the clock at the last use of its block."""
+        """Slot → the clock at the last use of its block."""
         self.clock = 0
         """Counts batches of uses and of new blocks."""
         self.leaving: list[Slab] = []
         """The slabs that are LEAVING."""
         self._make, self._grow, self._move = make, grow, move
         self.place_of = array("Q")
-        """By slot: where it begins, in units: what messages and records call the slot."""
+        """Slot → where it begins, in units: messages and records call the slot by this number."""
         self._ranges: dict[int, list[int]] = {}
-        """First slots of ranges that are not in use, by their length."""
+        """Length of a range of slots that is not in use → first slots of such ranges."""
         step, count = layout.slab_slots, layout.slot_count
         units = layout.slot_bytes // layout.unit_bytes
         self.slabs = [
@@ -66,7 +66,7 @@ class SlabPool:
         self.free = self.slabs[::-1]
         """The FREE slabs, a stack: low slabs first."""
         self._empty: dict[int, Slab] = {}
-        """CUT slabs without a slot in use, by number."""
+        """Number → CUT slab without a slot in use."""
         self.retired_bytes = 0
         """Bytes out of use, of all slabs."""
         if count:
@@ -92,7 +92,7 @@ class SlabPool:
         return self._add(slot_bytes)
 
     def has_room_for_size(self) -> bool:
-        """Tell whether there can be one class more; those without a slab are forgotten for it."""
+        """Tell whether another class can be added, after forgetting classes without a slab."""
         if len(self.sizes) < SIZES_MAX:
             return True
         first = self.layout.slot_bytes
@@ -111,8 +111,7 @@ class SlabPool:
     def use_policy(
         self, make: MakePolicy, learn: Callable[[EvictionPolicy, EvictionPolicy], None]
     ) -> None:
-        """Give every class and tenant another policy, after `learn` has taught the new one the
-        blocks of the old one."""
+        """Give every class and tenant another policy; `learn` hands it the old one's blocks."""
         self._make = make
         for size in self.sizes.values():
             new: dict[EvictionPolicy, EvictionPolicy] = {}
@@ -129,7 +128,7 @@ class SlabPool:
         """Return the policy of a tenant's blocks in a class."""
         policy = size.policies.get(tenant)
         if policy is None:
-            if len(size.policies) > TENANTS_MAX:  # Some are of tenants that were forgotten.
+            if len(size.policies) > TENANTS_MAX:  # Some tenants were forgotten.
                 known = set(self._tenants)
                 left = [one for one, had in size.policies.items() if one not in known and len(had)]
                 assert not left, f"{left} were forgotten, and have blocks of {size}"

@@ -25,7 +25,7 @@ class SlabState(Enum):
     """Not cut into slots, and of no class."""
     CUT = "cut"
     LEAVING = "leaving"
-    """Its class stages nothing in it any more: with the end of its last pin it becomes FREE."""
+    """Nothing is staged in it any more: it becomes FREE with the end of its last pin."""
 
 
 SLAB = Machine(
@@ -57,15 +57,15 @@ class SizeClass:
         self.policy = policy
         """The policy of engines that name no tenant: as a rule, of all."""
         self.policies = {unnamed: policy}
-        """By tenant; that of a named one is added with its first block."""
+        """Tenant → policy; a named tenant gets one with its first block."""
         self.slabs: dict[int, Slab] = {}
-        """By number, in the order in which they were cut."""
+        """Number → slab, in the order in which they were cut."""
         self.open: list[Slab] = []
         """The slabs that are CUT and have a RESET slot; the last one is used first."""
         self.free_count = 0
         """RESET slots of slabs that are CUT."""
         self.own_left = 0
-        """How many more blocks of its own leave before slabs are compared again."""
+        """Blocks of this class that may be evicted before slabs are compared again."""
 
     def __repr__(self) -> str:
         return f"SizeClass({self.slot_bytes} bytes, {len(self.slabs)} slabs)"
@@ -97,7 +97,7 @@ class Slab:
         self.usable = 0
         """Slots that are not RETIRED."""
         self.reset: list[int] = []
-        """A stack: low slots first."""
+        """RESET slots, a stack: low slots first."""
         self.retired: list[int] = []
         self.retired_bytes = 0
         """Bytes of the slab that are out of use, whatever its class is."""

@@ -1,10 +1,10 @@
-"""Writes, G2 → G3: the way of blocks to disk, in batches.
+"""Writes, G2 → G3: blocks are written to disk in batches.
 
     lease from the host tier → write → release the lease → record in the journal → commit, announce
 
 A block is announced only when its record is in the journal. The disk never waits for the host tier:
-as many batches as may be written are leased ahead, and one that is written makes way for the next
-while host tier and journal confirm it. The states are those of `WRITE`.
+batches are leased ahead, as many as may be written at a time. The next batch is written while the
+host tier and the journal confirm the last one. `WRITE` has the states of a batch.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Writes:
         now_ms: int,
         parents: Mapping[SequenceHash, SequenceHash] | None = None,
     ) -> None:
-        """Let the blocks of a host tier that deserve the disk wait for their write.
+        """Queue those blocks of a host tier that the admission lets pass.
 
-        `parents`: of each block, where that was told. What is here, or on its way, is not counted:
-        it is served from there.
+        `parents`: block → parent, as far as it was told. Blocks that are here, or on their way, are
+        not counted by the frequency filter.
         """
         find, waiting, flying = self._inventory.table.find, self.pending.waiting, self.flying.names
         absent = [
@@ -98,7 +98,7 @@ class Writes:
                 self.pending.add(name, told, now_ms, parent)
 
     def listed(self, names: Sequence[SequenceHash], told: Told, now_ms: int) -> None:
-        """Take the blocks of a snapshot, but for those that an event has told of."""
+        """Take the blocks of a snapshot, except those that an event has named before."""
         self.seen(self.pending.admission.uncounted(names, now_ms), told, now_ms)
 
     def is_waiting(self, name: SequenceHash) -> bool:
@@ -108,7 +108,7 @@ class Writes:
     # --- the turns --------------------------------------------------------------------------
 
     def advance(self, now_ms: int, *, beside_reads: bool) -> None:
-        """Record what is released, write what is leased, and lease as many batches ahead."""
+        """Record released batches, write leased ones, and lease the next ones ahead."""
         if self.flying.phases[Phase.RELEASED]:
             self._record(now_ms)
         for write in self.flying.in_phase(Phase.LEASED):
@@ -122,7 +122,7 @@ class Writes:
 
     def _may_write(self, *, beside_reads: bool) -> bool:
         limits, writing = self._limits, self.flying.phases[Phase.WRITING]
-        if beside_reads:  # And none waits in the mover: a read would wait behind it.
+        if beside_reads:  # None may wait in the mover: a read would wait behind it.
             return len(writing) < limits.writes_beside_reads_max
         store, by_id = self._store, self.flying.by_id
         most = limits.writes_max + (limits.ahead_batches if store.ahead_load else 0)
@@ -158,14 +158,14 @@ class Writes:
         return True
 
     def leased(self, event: Leased, now_ms: int) -> None:
-        """Let a batch that the host tier has pinned wait for its turn."""
+        """Note that the host tier has leased a batch, which then waits for its turn."""
         write, reply = self.flying.find(event.write), event.reply
         assert not write.leased, self.flying.story(write)
         over_share = frozenset(reply.over_share)
         later = [name for name in write.names if name.hex() in over_share]
         holds = bool(reply.slots) or self.flying.holds_leases()
         if later and not holds:
-            self._retries.trouble(now_ms)  # Leases of our life before hold the share.
+            self._retries.trouble(now_ms)  # Leases of an earlier life use the share up.
         else:
             self._retries.good()
         write.lease, write.leased = reply.lease, reply.slots
@@ -209,9 +209,9 @@ class Writes:
             write.load += len(slots) * self._inventory.table.pool.known[size].slot_bytes
 
     def _wanted(self, write: Write, now_ms: int) -> list[list[tuple[Block, int]]]:
-        """Return what was asked for and is there, with its arena slot, in parts of one size."""
+        """Return the leased blocks still to be written, with arena slots, by block size."""
         arena, names = self._arenas.usable.get(write.epoch), write.names
-        # Without an arena the slots are of one that is mapped no more.
+        # Without an arena, the leased slots are in one that is not mapped any more.
         leased, bad = leased_blocks(write.leased, arena) if arena is not None else ({}, 0)
         self._counts["dropped.write_bad_lease"] += bad
         find = self._inventory.table.find  # A listing may have found one of them meanwhile.
@@ -232,13 +232,13 @@ class Writes:
         self._release(write, "bypassed")
 
     def _refund(self, write: Write, size: int) -> None:
-        """Give back the budget of a batch, but for so many bytes."""
+        """Give the budget of a batch back, except `size` bytes."""
         if write.charged:
             self.pending.budget.settle(write.charged, size)
             write.charged = size
 
     def lease_failed(self, event: LeaseFailed, now_ms: int) -> None:
-        """Try again what the host tier did not answer, and drop what it refused."""
+        """Queue a batch again if the host tier did not answer, or drop it if it was refused."""
         write = self.flying.find(event.write)
         assert not write.slots, self.flying.story(write)
         self._refund(write, 0)
@@ -251,7 +251,7 @@ class Writes:
     def _try_again(
         self, write: Write, names: Sequence[SequenceHash], reason: str, now_ms: int
     ) -> None:
-        """Try again behind all others: a block without an answer delays no other."""
+        """Queue blocks again behind all others, so that they delay no other."""
         self._inventory.abort(write.slots)
         again = self._retries.unanswered(names, now_ms)
         self._counts[f"dropped.write_{reason}"] += len(names) - len(again)
@@ -263,7 +263,7 @@ class Writes:
             self.pending.add(name, write.told, now_ms, write.parents.get(name))
 
     def written(self, event: Written, now_ms: int) -> None:
-        """Give the lease back: the bytes are in the store, but for some."""
+        """Release the lease of a written batch; the store lacks the blocks in `event.lost`."""
         write, lost = self.flying.find(event.write), event.lost
         assert all(index in range(len(write.slots)) for index in lost), self.flying.story(write)
         self._counts["dropped.write_lost"] += len(lost)
@@ -278,7 +278,7 @@ class Writes:
         self._release(write, "written")
 
     def write_failed(self, event: WriteFailed, now_ms: int) -> None:
-        """Drop a failed batch: which part of it arrived is not known."""
+        """Drop a failed batch: it is not known which of its blocks were written."""
         write, reason = self.flying.find(event.write), event.reason
         assert write.slots, self.flying.story(write)
         if reason != STALE_ARENA:
@@ -294,7 +294,7 @@ class Writes:
         self._emit(ReleaseHost(write.id, write.instance, write.lease))
 
     def released(self, event: Released, now_ms: int) -> None:
-        """Believe the bytes, if the lease held all the time, or they were compared."""
+        """Keep a batch if its lease held until now, or its bytes were verified."""
         write, verified = self.flying.find(event.write), self._store.kind.verifies_writes
         self._share_is_full = self._share_is_full and not write.leased
         if not write.slots:
@@ -309,9 +309,9 @@ class Writes:
             self.flying.move(write, "held")
 
     def _record(self, now_ms: int) -> None:
-        """Record what is released: at once if nothing follows, else together with what does.
+        """Record released batches: at once, or together with batches that follow soon.
 
-        A disk is slower while it flushes, and one flush is for all that was written before it.
+        A disk is slower while it flushes, and one flush serves all batches written before it.
         """
         released, phases = self.flying.in_phase(Phase.RELEASED), self.flying.phases
         follows = phases[Phase.WRITING] or phases[Phase.RELEASING]
@@ -326,7 +326,7 @@ class Writes:
             self._journal.committed(write.id, write.slots)
 
     def journaled(self, event: Journaled, now_ms: int) -> None:
-        """Commit and announce what is durable, data and records."""
+        """Commit and announce batches whose data and records are durable."""
         writes = [self.flying.find(write_id) for write_id in event.writes]
         blocks = self._inventory.commit((write.slots for write in writes), now_ms)
         for write in writes:
@@ -339,7 +339,7 @@ class Writes:
         self._counts["bytes.payload"] += payload
 
     def journal_failed(self, event: JournalFailed, now_ms: int) -> None:
-        """Take the records of a batch back: whether they are in the journal is not known."""
+        """Drop a batch whose records may be in the journal, and record its blocks as removed."""
         self._health.trouble(Cause.JOURNAL, event.detail or event.reason, now_ms)
         if event.write is None:
             self._journal.not_removed()
@@ -350,7 +350,7 @@ class Writes:
         self._journal.removed(write.slots)
 
     def look_for_stalls(self, now_ms: int) -> None:
-        """Judge the disk by what has not come back: a stalled one says nothing."""
+        """Report writes that take too long to `DiskHealth`: a stalled disk gives no error."""
         phases = (Phase.WRITING, Phase.JOURNALING)
         flying = [write for phase in phases for write in self.flying.in_phase(phase)]
         if flying:

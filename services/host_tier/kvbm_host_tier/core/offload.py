@@ -1,8 +1,8 @@
 """Offload, G1 → G2: pull the blocks that engines offer, have each offer confirmed, commit.
 
-No block is announced before the engine has confirmed, after the pull, that it had held the device
-blocks all the time: a block that was freed and rewritten under the pull is thrown away. The states
-of an offer and of a pull are drawn in `docs/state_machines.md`.
+A block is announced only after the engine has confirmed that it held the device block during the
+whole pull: a block that was freed and overwritten meanwhile is discarded. The states of an offer
+and of a pull are drawn in `docs/state_machines.md`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kvbm_host_tier.core.offers import (
 
 _OFFER_MOVES, _PULL_MOVES = OFFER.transitions, PULL.transitions  # Every offer makes four moves.
 PULL_SHARE = 16
-"""A pull of small blocks takes no more than such a part of the arena: it evicts as many."""
+"""A pull of small blocks takes at most 1/16 of the arena, since it may evict as much."""
 ASKED_MAX = 4096
-"""Offers that are remembered: minutes of a busy host, and messages are late by seconds."""
+"""Offers that are remembered: minutes of a busy host, while messages are seconds late at most."""
 
 
 class Offload:
@@ -79,7 +79,7 @@ class Offload:
     # --- moves ------------------------------------------------------------------------------
 
     def _move(self, state: OfferState, event: str) -> None:
-        """Move an offer by its table; an offer whose states are over is forgotten."""
+        """Move an offer by its table; forget an offer that has ended."""
         move = (state.phase, event)
         if move not in _OFFER_MOVES:
             raise InvalidTransition(OFFER.refusal(state.phase, event, self._story(state)))
@@ -90,7 +90,7 @@ class Offload:
             state.phase = to
 
     def _move_pull(self, number: int, event: str) -> Pull:
-        """Move a pull by its table; a pull whose states are over is forgotten."""
+        """Move a pull by its table; forget a pull that has ended."""
         pull = self._pulls[number]
         move = (pull.phase, event)
         if move not in _PULL_MOVES:
