@@ -18,7 +18,7 @@ from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.tier.tenants import TENANTS_MAX, Tenants, shares_of
 
-from tests.libs.helpers import name
+from tests.libs.helpers import make_room, name
 
 PLAIN = Namespace(model="test", block_tokens=4)
 OTHER = msgspec.structs.replace(PLAIN, model="other")
@@ -88,7 +88,7 @@ def test_every_block_of_a_former_life_can_leave_however_many_tenants_it_had(
     table.check()
     assert sum(one.blocks for one in table.tenant_figures()) == slots
     assert all_idle(table) == {one.hash for one in former.values()}
-    assert len(table.make_room(1, UNIT_BYTES, space_of(count + 1))) == 1
+    assert len(make_room(table, 1, UNIT_BYTES, space_of(count + 1))) == 1
     table.check()
 
 
