@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 GENERATION_BYTES = 8
 DIRECTORY = "sglang"
 LIFE = secrets.token_bytes(8)
-"""Of this rank's process."""
+"""The life of this rank's process."""
 CLEARED: set[Path] = set()
 """Generations that this process has ended: what it stores since is found by its life alone."""
 

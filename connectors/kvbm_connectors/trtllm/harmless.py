@@ -78,7 +78,7 @@ CACHE_ARGUMENTS: Mapping[str, str] = {
         "kv_cache_event_hash_algo"
     ),
 }
-"""The same of `kv_cache_config`."""
+"""Arguments of `kv_cache_config` that change no KV bytes, by reason."""
 
 
 def _names(arguments: Mapping[str, str]) -> frozenset[str]:

@@ -17,7 +17,7 @@ from kvbm_common.cuda.runtime import CudaError, Runtime
 log = logging.getLogger(__name__)
 
 WAIT_DEADLINE_S = 10.0
-"""Of checksums, and of copies that are waited for."""
+"""Deadline of checksums, and of copies that are waited for."""
 WAIT_POLL_S = 0.00005
 LATE_POLL_S = 0.01
 """Between two looks at what has missed its deadline."""
