@@ -215,7 +215,7 @@ def test_arguments_of_the_cache_enter_the_name() -> None:
         {"tokenizer": object(), "tokenizer_mode": "slow"}, {"sleep_config": None},
         {"cuda_graph_config": Config("decode")}, {"of_a_later_release": None},
     ],
-    ids=str,
+    ids=", ".join,
 )  # fmt: skip
 def test_harmless_arguments_do_not(changed: dict[str, Any]) -> None:
     """Sizes, processes, tokens' texts, and what is not set."""
