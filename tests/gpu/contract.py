@@ -10,6 +10,7 @@ from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Copies
 from kvbm_common.cuda.device_sums import sums_are_right
 from kvbm_common.cuda.runtime import Runtime
+from kvbm_common.cuda.stream_end import StreamEnd
 
 DEADLINE_S = 30.0
 SIZE = 1 << 16
@@ -88,6 +89,20 @@ class RuntimeContract:
         runtime.wait(other, event)
         runtime.copy(third, second, SIZE, other)
         assert np.array_equal(read(runtime, third, SIZE, other), noise(1))
+
+    def test_a_stream_comes_to_its_end(self, runtime: Runtime, stream: int) -> None:
+        """Marked three times by one event: waited for, and watched by a thread, which ends it."""
+        back = runtime.pinned(SIZE)
+        address = filled(runtime, noise(1), stream)
+        end = StreamEnd(runtime, stream)
+        for expected in (noise(1), np.zeros(SIZE, np.uint8)):
+            runtime.copy(back.ctypes.data, address, SIZE, stream)
+            end.mark()
+            assert end.wait()
+            assert np.array_equal(back, expected)
+            runtime.zero(address, SIZE, stream)
+        end.mark()
+        end.watch().result(DEADLINE_S)
 
     def test_waiting_for_what_was_never_recorded_is_no_wait(
         self, runtime: Runtime, stream: int
