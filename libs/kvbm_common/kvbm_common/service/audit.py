@@ -15,6 +15,7 @@ from kvbm_common.errors import KvbmError, NoResponder
 from kvbm_common.nats.bus import Bus, VerbHandler
 from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
 from kvbm_common.nats.streams import AUDIT
+from kvbm_common.nats.verb_server import Internal
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.admin import Audited, audit_codec, audit_subject
 from kvbm_common.wire.codec import UNREADABLE
@@ -47,6 +48,10 @@ class Audit:
                 reply = await handler(payload)
             except KvbmError as error:
                 await self._write(verb, payload, outcome=error.code, reply=str(error))
+                raise
+            except Exception as error:  # A mistake of ours, after which part of it may be done.
+                kind = type(error).__name__
+                await self._write(verb, payload, outcome=Internal.code, reply=kind)
                 raise
             await self._write(verb, payload, outcome="ok", reply=_text(reply))
             return reply

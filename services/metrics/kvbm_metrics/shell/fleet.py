@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -42,6 +41,8 @@ MATCH_DEADLINE_S = 2.0
 ANY_DEADLINE_S = 0.5
 """NATS gives a question to one replica of the index, which may hang. After so long all replicas
 are asked by name."""
+OF_ONE_REPLICA = frozenset({"busy", "not_ready"})
+"""Refusals that say nothing of the question: another replica may answer it."""
 OPERATOR_DEADLINE_S = 10.0
 """Longer than a service lets its core take for a verb, so that its own error arrives."""
 CACHE_S = 0.25
@@ -173,9 +174,16 @@ class Fleet:
             )
         except DeadlineExceeded:
             return await self._ask_each_index(verb, payload)
+        except RequestFailed as error:
+            if error.code not in OF_ONE_REPLICA:
+                raise
+            return await self._ask_each_index(verb, payload)
 
     async def _ask_each_index(self, verb: str, payload: bytes) -> bytes:
-        """Ask every replica of the index, and return what the first one says."""
+        """Ask every replica of the index, and return what the first one says.
+
+        What a replica refuses because of itself is raised when no other has answered.
+        """
         subjects = [
             verb_subject("index", verb, host=record.host, instance=record.instance)
             for record in await self.records()
@@ -186,15 +194,23 @@ class Fleet:
             asyncio.create_task(self._bus.request(subject, payload, deadline_s=left_s))
             for subject in subjects
         ]
+        text = f"no index has answered {verb} within {MATCH_DEADLINE_S} s"
+        failure: KvbmError = DeadlineExceeded(text)
         try:
             for answer in asyncio.as_completed(asked):
-                with contextlib.suppress(DeadlineExceeded, NoResponder):
+                try:
                     return await answer
+                except (DeadlineExceeded, NoResponder):
+                    continue
+                except RequestFailed as error:
+                    if error.code not in OF_ONE_REPLICA:
+                        raise
+                    failure = error
         finally:
             for question in asked:
                 question.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-        raise DeadlineExceeded(f"no index has answered {verb} within {MATCH_DEADLINE_S} s")
+        raise failure
 
     async def records(self) -> Sequence[ServiceRecord]:
         """Return all registered instances; raises RegistryUnavailable when nothing is known."""

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from kvbm_common.access.http_access import Access
+from kvbm_common.errors import RequestFailed
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
@@ -150,3 +151,43 @@ async def test_an_index_that_stands_still_takes_no_question_along(
         silent.set()
     assert reply.status_code == 200
     assert sorted(asked) == ["0", "0", "1"]
+
+
+@pytest.mark.parametrize(("code", "status"), [("busy", 200), ("bad_request", 400)])
+async def test_a_replica_that_is_busy_does_not_answer_for_the_others(
+    bus: Bus, client: AsyncClient, code: str, status: int
+) -> None:
+    """Goal: what one replica refuses because of itself another one answers. A question that is at
+    fault is not asked again."""
+    asked: list[str] = []
+
+    async def refuses(_payload: bytes) -> bytes:
+        asked.append("0")
+        raise RequestFailed(code, "not now")
+
+    async def answers(_payload: bytes) -> bytes:
+        asked.append("1")
+        return msgspec.json.encode(MatchReply(asked=0, matches=[]))
+
+    async with short_lived(bus) as registry:
+        await bus.add_verbs("index", "0", "a", {"match": refuses}, shared=True)
+        await bus.add_verbs("index", "1", "b", {"match": answers})
+        for host, instance in [("a", "0"), ("b", "1")]:
+            await registry.register("index", host, instance)
+        reply = await client.post("/v1/match", json={"hashes": []})
+    assert reply.status_code == status
+    assert ("1" in asked) is (status == 200)
+
+
+async def test_what_every_replica_refuses_is_said(bus: Bus, client: AsyncClient) -> None:
+    """Goal: not that none has answered."""
+
+    async def refuses(_payload: bytes) -> bytes:
+        raise RequestFailed("busy", "256 requests are served")
+
+    async with short_lived(bus) as registry:
+        for host, instance in [("a", "0"), ("b", "1")]:
+            await bus.add_verbs("index", instance, host, {"match": refuses}, shared=True)
+            await registry.register("index", host, instance)
+        reply = await client.post("/v1/match", json={"hashes": []})
+    assert reply.json()["code"] == "busy"
