@@ -108,6 +108,8 @@ class Site:
     def run(self, seed: int) -> None:
         """Run the program of a seed; raises WrongPage."""
         self.stored.clear()
+        for engine in self.engines:
+            engine.ask("begin_again")  # Until one clears, both find what either has stored.
         for number, step in enumerate(draw(seed)):
             try:
                 self.take(seed, step)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+from kvbm_connectors.sglang import generation
 
 from tests.sglang import hollow
 from tests.sglang.conversation import Command, Pool, Reply
@@ -246,6 +247,12 @@ class Rank:
 
     def clear(self, command: Command) -> Reply:
         self.backend.clear()
+        return Reply()
+
+    def begin_again(self, command: Command) -> Reply:
+        """As after another start of the engine, with the weights that it has now: it has cleared
+        nothing yet."""
+        generation.CLEARED.clear()
         return Reply()
 
     def counts(self, command: Command) -> Reply:
