@@ -16,8 +16,6 @@ class ExtraMissing(ConfigError):
     def __init__(self, variable: str, package: str, extra: str) -> None:
         super().__init__(variable, "", "")
         self.args = (f"{variable} needs {package}: {install(extra)}",)
-        self.package = package
-        self.extra = extra
 
 
 def install(extra: str) -> str:

@@ -31,12 +31,13 @@ from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import (
+    CONSOLIDATED_PREFIX,
+    SUBJECT_PREFIX,
     Cleared,
     Event,
     Removed,
     Run,
     Stored,
-    consolidated_subject,
     event_codec,
     event_subject,
 )
@@ -74,16 +75,17 @@ class Source:
 async def publish(bus: Bus, *events: Event, packed: bool = False) -> None:
     """Put events on both streams, and wait until they are kept."""
     publishers = [
-        (bus.event_publisher("test"), event_subject),
-        (bus.event_publisher("test", spec=CONSOLIDATED), consolidated_subject),
+        (bus.event_publisher("test"), SUBJECT_PREFIX),
+        (bus.event_publisher("test", spec=CONSOLIDATED), CONSOLIDATED_PREFIX),
     ]
-    for publisher, subject in publishers:
+    for publisher, prefix in publishers:
         running = asyncio.create_task(publisher.run())
         for event in events:
             event = msgspec.structs.replace(event, ts_ms=1_900_000_000_000)
             if not packed:
                 payload = event_codec.encode(event)
-                publisher.publish(subject(event), payload, epoch=event.epoch, seq=event.seq)
+                subject = event_subject(event).replace(SUBJECT_PREFIX, prefix)
+                publisher.publish(subject, payload, epoch=event.epoch, seq=event.seq)
             else:
                 publisher.publish_event(event)
         await publisher.flush(deadline_s=5.0)

@@ -188,7 +188,6 @@ class PublishAck(msgspec.Struct, frozen=True):
     """Where the server stored a message."""
 
     seq: int
-    duplicate: bool = False
 
 
 class _ApiError(msgspec.Struct, frozen=True):

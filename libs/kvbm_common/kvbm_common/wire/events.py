@@ -119,9 +119,3 @@ def event_subject(event: Event) -> str:
     """Return the subject an event is published on."""
     kind = event.__struct_config__.tag
     return f"{SUBJECT_PREFIX}.{event.host}.{event.source}.{kind}"
-
-
-def consolidated_subject(event: Event) -> str:
-    """Return the subject of the same message as part of an engine's consolidated stream."""
-    kind = event.__struct_config__.tag
-    return f"{CONSOLIDATED_PREFIX}.{event.host}.{event.source}.{kind}"
