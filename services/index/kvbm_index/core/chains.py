@@ -32,9 +32,10 @@ from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
+from kvbm_common.tier.block_lookup import BlockLookup
 
 from kvbm_index.core.image import SegmentImage
-from kvbm_index.core.segments import BlockLookup, Segment, count_before, count_behind
+from kvbm_index.core.segments import Segment, count_before, count_behind
 
 NO_LIMIT = 1 << 32
 """A number of blocks that no chain has."""
@@ -313,10 +314,9 @@ class Chains:
 
     def _find(self, block: bytes) -> tuple[Segment, int] | None:
         """Return the segment of a block, and its offset there in bytes."""
-        if (segment := self._segment_of(block)) is None:
-            return None
-        at = segment.find(block)
-        return (segment, at) if at >= 0 else None
+        segment = self._segment_of(block)
+        at = -1 if segment is None else segment.find(block)
+        return None if segment is None or at < 0 else (segment, at)
 
     def index_some(self, room: int) -> int:
         """Bring the table up to date by at most `room` blocks; returns what is left of `room`."""

@@ -1,14 +1,9 @@
-"""Segments: stretches of a chain, names back to back, and the table that says which has a block.
-
-Python's dict moves all of its entries when it grows, 0.2 s for a million, and no question is
-answered meanwhile. So a table that has become large is 256 dicts, by the last byte of a name.
-"""
+"""Segments: stretches of a chain, names back to back."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Generic, TypeVar
+from collections.abc import Sequence
 
 from kvbm_common.identity import HASH_BYTES
 
@@ -78,76 +73,3 @@ def count_before(blocks: bytearray, gone: set[bytes]) -> int:
         gone.remove(block)
         start += HASH_BYTES
     return start
-
-
-WHOLE_MAX = 16_384
-"""Blocks in one dict; it grows in a millisecond or two."""
-PARTS = 256
-
-T = TypeVar("T")
-
-
-class BlockLookup(Generic[T]):
-    """A value for each of many blocks."""
-
-    __slots__ = ("_mask", "_parts")
-
-    def __init__(self) -> None:
-        self._parts: list[dict[bytes, T]] = [{}]
-        self._mask = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def __contains__(self, block: bytes) -> bool:
-        return block in self._parts[block[-1] & self._mask]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (block for part in self._parts for block in part)
-
-    def get(self, block: bytes) -> T | None:
-        """Return the value of a block, or None if it has none."""
-        return self._parts[block[-1] & self._mask].get(block)
-
-    def among(self, blocks: Set[bytes]) -> Set[bytes]:
-        """Return those of some blocks that have a value: of many at once it is cheaper."""
-        parts, mask = self._parts, self._mask
-        assert len(parts) <= mask + 1, f"{len(parts)} parts, mask {mask}"
-        if not mask:
-            return parts[0].keys() & blocks
-        return {block for block in blocks if block in parts[block[-1]]}
-
-    def set(self, blocks: Sequence[bytes], value: T) -> None:
-        """Set one value for some blocks."""
-        if not self._mask:
-            [whole] = self._parts
-            whole.update(dict.fromkeys(blocks, value))
-            if len(whole) > WHOLE_MAX:
-                self._divide()
-            return
-        parts = self._parts
-        assert len(parts) == PARTS, f"divided in {len(parts)} parts"
-        for block in blocks:
-            parts[block[-1]][block] = value
-
-    def drop(self, blocks: Iterable[bytes]) -> None:
-        """Drop the values of these blocks, where they have one."""
-        parts, mask = self._parts, self._mask
-        for block in blocks:
-            parts[block[-1] & mask].pop(block, None)
-
-    def shed(self) -> int:
-        """Forget a part of it, for good; returns how many blocks that were."""
-        assert len(self._parts) <= self._mask + 1, f"{len(self._parts)} parts, mask {self._mask}"
-        part = self._parts.pop()
-        if not self._parts:
-            self._parts, self._mask = [{}], 0
-        return len(part)
-
-    def _divide(self) -> None:
-        assert not self._mask, f"divided already, in {len(self._parts)} parts"
-        [whole] = self._parts
-        self._parts, self._mask = [{} for _ in range(PARTS)], PARTS - 1
-        for block, value in whole.items():
-            self._parts[block[-1]][block] = value
-        assert len(self) == len(whole), f"{len(whole)} blocks became {len(self)}"
