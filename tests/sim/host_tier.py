@@ -19,6 +19,7 @@ from kvbm_host_tier.core import messages as host
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.filter_messages import MakeFilter, NamesChanged, SwitchFilter, UseFilter
 from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     OpenPeerReader,
@@ -89,6 +90,7 @@ class HostTier(Service):
                 miss_filter=plan.filters,
                 filter_names_least=2,
                 filter_slice=3,
+                below_piece=4,
                 stretch_blocks=2,
             ),
             staging=plan.staging,
@@ -383,7 +385,7 @@ class HostTier(Service):
             reply(lower.core.view.snapshot())
 
         def done(reply: object) -> None:
-            good = reply if isinstance(reply, SnapshotReply) else None
+            good = LowerSnapshot.of(reply) if isinstance(reply, SnapshotReply) else None
             self.step(host.DiskSnapshot("0", good, lower.tier))
 
         self.bus.request(self, lower, serve, done, limit_ms=SNAPSHOT_MS)

@@ -26,8 +26,8 @@ def forget_commits(patch: pytest.MonkeyPatch) -> None:
         commit(held, arrived, now_ms)
         forgotten.clear()
 
-    def told(findable: Findable, names: Iterable[SequenceHash]) -> None:
-        add(findable, [name for name in names if name not in forgotten])
+    def told(findable: Findable, names: Iterable[SequenceHash], *, is_below: bool = False) -> None:
+        add(findable, [name for name in names if name not in forgotten], is_below=is_below)
 
     patch.setattr(HeldBlocks, "commit", planted)
     patch.setattr(Findable, "add", told)
@@ -38,9 +38,12 @@ def tell_a_name_once(patch: pytest.MonkeyPatch) -> None:
     """A name that another tier has already is not counted again."""
     add = Findable.add
 
-    def planted(findable: Findable, names: Iterable[SequenceHash]) -> None:
+    def planted(
+        findable: Findable, names: Iterable[SequenceHash], *, is_below: bool = False
+    ) -> None:
         known = {name for held in findable.name_sets() for name in held}
-        add(findable, [name for name in names if name not in known])
+        known.update(SequenceHash(name) for table in findable.tables for name in table)
+        add(findable, [name for name in names if name not in known], is_below=is_below)
 
     patch.setattr(Findable, "add", planted)
     count_nothing(patch)

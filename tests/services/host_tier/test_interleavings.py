@@ -18,6 +18,7 @@ from kvbm_common.eviction import POLICIES
 from kvbm_common.wire.admin import PolicyRequest, RemoveRequest, ResizeReply, ResizeRequest
 from kvbm_common.wire.local import Found, Pulled
 from kvbm_common.wire.verbs import FILL_GRACE_MS, ErrorBody
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import (
     AdminAsked,
     Answer,
@@ -67,11 +68,14 @@ class Everything(RuleBasedStateMachine):
         self.unconfirmed: list[tuple[str, int, int]] = []
         self.last_lookup = 0
 
-    @initialize(staging=st.booleans(), transfers_max=st.integers(1, 3))
-    def begin(self, staging: bool, transfers_max: int) -> None:
+    @initialize(
+        staging=st.booleans(), transfers_max=st.integers(1, 3), piece=st.sampled_from([1, 8_192])
+    )
+    def begin(self, staging: bool, transfers_max: int, piece: int) -> None:
         self.host = Host(
             slots=5, staging=staging, attach=False, transfers_max=transfers_max,
             batch_blocks_max=2, engine_lost_ms=300, confirm_ms=80, pull_deadline_ms=100,
+            below_piece=piece,
         )  # fmt: skip
         self.attach("ada")
         self.attach("bob")
@@ -226,7 +230,9 @@ class Everything(RuleBasedStateMachine):
             case "seen":
                 self.take(self.host.step(LowerTierJoined("0")))
                 reply = self.host.disk.snapshot([on_disk(number) for number in blocks])
-                self.host.step(DiskSnapshot("0", reply if len(blocks) > 1 else None))
+                self.host.step(
+                    DiskSnapshot("0", LowerSnapshot.of(reply) if len(blocks) > 1 else None)
+                )
             case "stopped":
                 self.host.step(DiskEvent("0", self.host.disk.cleared("stop")))
             case "restarted":

@@ -13,7 +13,7 @@ A source that has forgotten the moment says so, and the asker, as after any fail
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -110,15 +110,22 @@ async def ask_snapshot(
 
     Raises KvbmError: what `ask` raises, WireError, SnapshotGone.
     """
+    return joined([page async for page in ask_pages(ask, request)])
+
+
+async def ask_pages(
+    ask: Callable[[bytes], Awaitable[bytes]], request: SnapshotRequest
+) -> AsyncIterator[SnapshotReply]:
+    """Ask for a snapshot, and yield its pages as they come; raises as `ask_snapshot` does."""
     first = _reply.decode(await ask(_request.encode(request)))
-    pages = [first]
+    yield first
+    moment = first.epoch, first.seq
     for number in range(1, first.pages):
         wanted = msgspec.structs.replace(request, page=number, epoch=first.epoch, seq=first.seq)
         page = _reply.decode(await ask(_request.encode(wanted)))
-        if (page.epoch, page.seq, page.page) != (first.epoch, first.seq, number):
+        if (page.epoch, page.seq, page.page) != (*moment, number):
             raise SnapshotGone(f"asked for page {number} of seq {first.seq}, got {page.page}")
-        pages.append(page)
-    return joined(pages)
+        yield page
 
 
 def pages_of(reply: SnapshotReply, page_bytes: int = PAGE_BYTES) -> list[SnapshotReply]:

@@ -332,8 +332,8 @@ class HostTierCore:
                 self._outbox += view.joined(instance, now_ms)
             case LowerTierLeft(instance, _, epoch):
                 view.left(instance, epoch)
-            case DiskSnapshot(instance, reply):
-                view.snapshot(instance, reply, now_ms)
+            case DiskSnapshot(instance, snapshot):
+                view.snapshot(instance, snapshot, now_ms)
             case DiskEvent():
                 self._disk_event(event, now_ms)
             case _:

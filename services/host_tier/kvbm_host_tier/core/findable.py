@@ -7,7 +7,9 @@ as one effect, in front of the others: an engine that hears of a block finds its
 The filter is complete unless blocks of peers can be had, which are listed nowhere here.
 
 One that has become too small is followed by a larger one. That is written a slice at a tick, first
-the names of its beginning and then what has changed since, while the one before stays in use.
+the names of its beginning and then what has changed since, while the one before stays in use. The
+tables of lower tiers may be large, and are listed a part at a tick: a change before that shows in
+the listing itself.
 Where it cannot be made, that one stays, and the same generation is tried again after a pause.
 """
 
@@ -16,8 +18,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any, cast
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_lookup import PARTS, BlockLookup
 
 from kvbm_host_tier.core.filter_messages import (
     FilterEffect,
@@ -43,7 +47,9 @@ class Findable:
         self._is_enabled, self._slice = limits.miss_filter, limits.filter_slice
         self._names_least = limits.filter_names_least
         self.name_sets: Callable[[], Iterable[Collection[SequenceHash]]] = tuple
-        """Returns the names that each keeper has now."""
+        """Returns the names that each keeper has now, but those of `tables`."""
+        self.tables: Sequence[BlockLookup[Any]] = ()
+        """The names of lower tiers, divided from the start."""
         self.count = 0
         """The names that were findable after the last step."""
         self.generation = 0
@@ -51,10 +57,16 @@ class Findable:
         self._capacity = 0
         self._came: list[SequenceHash] = []
         self._left: list[SequenceHash] = []
+        self._came_below: list[SequenceHash] = []
+        self._left_below: list[SequenceHash] = []
         self._must_begin = False
         """A filter is to be made at the end of this step."""
+        self._beginning: Iterator[NamesChanged] = iter(())
+        """The names that the filter that is being made begins with."""
+        self._listed = 0
+        """Parts of `tables` that are in it already."""
         self._unwritten: deque[NamesChanged] | None = None
-        """What the filter that is being made lacks, oldest first; None: there is no such filter."""
+        """What has changed since, oldest first; None: no filter is being made."""
         self._may_write = False
         """Whether this step is a tick, which writes the next slice."""
         self._used = self._used_before = 0
@@ -71,15 +83,15 @@ class Findable:
         """Tell whether a filter is being made, a slice at each tick."""
         return self._unwritten is not None
 
-    def add(self, names: Iterable[SequenceHash]) -> None:
-        """Note names that can be found from this step on."""
+    def add(self, names: Iterable[SequenceHash], *, is_below: bool = False) -> None:
+        """Note names that can be found from this step on; `is_below`: one of `tables` has them."""
         if self._is_enabled:
-            self._came.extend(names)
+            (self._came_below if is_below else self._came).extend(names)
 
-    def remove(self, names: Iterable[SequenceHash]) -> None:
+    def remove(self, names: Iterable[SequenceHash], *, is_below: bool = False) -> None:
         """Note names that one of their keepers has no more."""
         if self._is_enabled:
-            self._left.extend(names)
+            (self._left_below if is_below else self._left).extend(names)
 
     def lay_out(self, slot_count: int) -> None:
         """Have the first filter made: the arena has slots now."""
@@ -122,14 +134,15 @@ class Findable:
 
     def settle(self, *, is_complete: bool) -> list[FilterEffect]:
         """Return what has to be written before anything else of this step is done."""
-        came, left, may_write = self._came, self._left, self._may_write
-        self._may_write = False
+        above, below = (self._came, self._left), (self._came_below, self._left_below)
+        came, left = (one + other for one, other in zip(above, below, strict=True))
+        may_write, self._may_write = self._may_write, False
         changed = came or left or self._must_begin or is_complete is not self._is_complete
         if not changed and not (may_write and self.is_making):
             return []
         self.count += len(came) - len(left)
         assert self.count >= 0, f"{self.count} names can be found"
-        self._came, self._left = [], []
+        self._came, self._left, self._came_below, self._left_below = [], [], [], []
         if not self.generation:
             return []
         effects: list[FilterEffect] = []
@@ -138,8 +151,9 @@ class Findable:
         if self._must_begin:
             effects += self._begin()
         elif self._unwritten is not None and (came or left):
-            self._unwritten += self._slices(came, left)
-        if may_write or not self._unwritten:
+            self._unwritten += self._slices(above[0] + self._of_listed(below[0]), ())
+            self._unwritten += self._slices((), above[1] + self._of_listed(below[1]))
+        if may_write or not self.count:
             effects += self._go_on()
         if self._used and is_complete is not self._is_complete:
             self._is_complete = is_complete
@@ -147,13 +161,25 @@ class Findable:
         return effects
 
     def _begin(self) -> list[FilterEffect]:
-        """Begin a filter with all names that there are at the end of this step."""
+        """Begin a filter with the names that there are, all but those below at this moment."""
         assert not self.is_making, f"filter {self.generation} is being made"
         self._must_begin = False
-        names = list(chain.from_iterable(self.name_sets()))
-        assert len(names) == self.count, f"{self.count} names are known, {len(names)} kept"
-        self._unwritten = deque(self._slices(names, ()))
+        self._listed, self._unwritten = 0, deque()
+        self._beginning = self._list(list(chain.from_iterable(self.name_sets())))
         return [MakeFilter(self.generation, self._capacity)]
+
+    def _list(self, names: list[SequenceHash]) -> Iterator[NamesChanged]:
+        """Yield these names, and then those of each part of the tables as they are by then."""
+        yield from self._slices(names, ())
+        for number in range(PARTS):
+            self._listed = number + 1
+            below = chain.from_iterable(table.part(number) for table in self.tables)
+            yield from self._slices(cast("list[SequenceHash]", list(below)), ())
+
+    def _of_listed(self, names: list[SequenceHash]) -> list[SequenceHash]:
+        """Return those names of lower tiers that are in the filter that is being made."""
+        assert 0 <= self._listed <= PARTS, f"{self._listed} parts are listed"
+        return [name for name in names if name[-1] < self._listed]
 
     def _go_on(self) -> list[FilterEffect]:
         """Write the next slice into the filter that is being made; after the last one, use it."""
@@ -161,15 +187,14 @@ class Findable:
             return []
         effects: list[FilterEffect] = []
         room = self._slice
-        while self._unwritten and room > 0:
-            part = self._unwritten.popleft()
-            room -= len(part.came) + len(part.left)
+        for part in chain(self._beginning, _taken_from(self._unwritten)):
             effects.append(part)
-        if not self._unwritten:
-            self._unwritten, self._is_complete = None, False
-            self._used_before, self._used = self._used, self.generation
-            effects.append(UseFilter())
-        return effects
+            room -= len(part.came) + len(part.left)
+            if room <= 0:
+                return effects
+        self._unwritten, self._is_complete = None, False
+        self._used_before, self._used = self._used, self.generation
+        return [*effects, UseFilter()]
 
     def _slices(
         self, came: Sequence[SequenceHash], left: Sequence[SequenceHash]
@@ -192,5 +217,11 @@ class Findable:
 
     def check(self) -> None:
         """Assert that every keeper has told of all its names, in O(keepers)."""
-        known = sum(map(len, self.name_sets())) if self._is_enabled else 0
+        known = sum(map(len, self.name_sets())) + sum(map(len, self.tables))
+        known = known if self._is_enabled else 0
         assert self.count == known, f"{self.count} names are told of, {known} are kept"
+
+
+def _taken_from(waiting: deque[NamesChanged]) -> Iterator[NamesChanged]:
+    while waiting:
+        yield waiting.popleft()

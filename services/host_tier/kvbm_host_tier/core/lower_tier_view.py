@@ -1,154 +1,156 @@
-"""The view of a lower tier: the blocks that this host's disk tiers, or object tiers, announced.
+"""A lower tier: which blocks the disk tiers, or object tiers, of this host have announced.
 
-The view is a hint. A block that is wrongly in it costs a failed fill, a missing one a recompute.
+This is a hint. A block that is wrongly in it costs a failed fill, one that is missing a recompute.
 Each instance is followed by the rule of `kvbm_common/tier/follow.py`, with one difference: an event
-behind a gap is applied at once, and once more in its turn. A block whose fill has failed is
-forgotten if the disk tier does not have it, and avoided for a while otherwise. Events of an
-instance that has left are ignored until it joins again, or begins another life.
+behind a gap is applied at once, and once more on top of what comes below it. A block whose fill
+failed is forgotten when the disk tier does not have it, and left alone for a while otherwise. Of an
+instance that has left nothing is heard until it joins again, or begins another life.
+
+No step goes over all blocks. What has ended is there no more at once, and forgotten in parts
+(`blocks_below.py`). A snapshot, and what was heard before what comes below it, comes in parts
+(`retelling.py`). Until the end of a snapshot what was there before it is believed as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView
-from contextlib import suppress
-from typing import NamedTuple, assert_never
+from collections.abc import Callable, Collection, Iterable
+from itertools import filterfalse
 
-from kvbm_common.errors import KvbmError
-from kvbm_common.identity import SequenceHash, hashes_from_hex
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
 from kvbm_common.tier.former_blocks import FormerBlocks
-from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
-from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+from kvbm_common.wire.events import Cleared, Event, Removed, Tier
 
+from kvbm_host_tier.core.blocks_below import BlocksBelow, Holding, Life
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import AskDiskSnapshot
+from kvbm_host_tier.core.retelling import Retelling, Said, pieces_of, said_by
 
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 AVOID_MS = 30_000
-"""How long a block is avoided after a failed fill: a disk in trouble is not asked each time."""
+"""A disk in trouble is not asked for the same block by every request, and is asked again later."""
 STARTING_MS = 500
-"""How long a block is avoided while the lower tier has not mapped our arena yet."""
+"""It could not map our arena in time: no fault of the block's."""
 AVOID_MAX = 65_536
 GONE_MAX = 64
-"""Instances that have left and whose position is remembered: more than a host ever has."""
-AWAY_MAX = 1_048_576
-"""Names of blocks of instances that are away; their memory was the view's before."""
-
+"""Instances that have left, whose position is remembered: the names of all that a host has."""
+CUTS = 4
+"""Pieces of a snapshot that one step takes in: it may take a last one that is too many."""
 
 Namespaces = frozenset[bytes]
 ANY: Namespaces = frozenset()
-"""The asker has no namespace: it may have the blocks of every namespace."""
-
-
-class Holding(NamedTuple):
-    """The instance, size and namespace of a block: one object for all blocks that share them."""
-
-    instance: str
-    block_bytes: int
-    """0: the event did not say it."""
-    namespace: bytes
+"""Of an asker that has no namespace: blocks of all namespaces are its own."""
 
 
 class LowerTierView:
-    """The instances of one medium, and block → the instance that has it."""
+    """Block → the instance of the disk tier that has it. One view for each medium."""
 
     def __init__(
         self,
         tier: Tier = "disk",
         former: FormerBlocks | None = None,
         findable: Findable | None = None,
+        limits: HostTierLimits | None = None,
     ) -> None:
-        """Start without instances.
-
-        `former` keeps the names of blocks that left long ago; `findable` hears of each block that
-        comes or goes.
-        """
+        """Start without instances; `former` keeps the names of what left long ago, and `findable`
+        hears of all that come and go."""
+        limits = limits or HostTierLimits()
         self._tier: Tier = tier
-        self._findable = findable or Findable(HostTierLimits())
-        self._holding: dict[SequenceHash, Holding] = {}
-        self._last = Holding("", 0, b"")
-        """The holding of the last event: blocks of the next event nearly always share it."""
-        self._sources: dict[str, Followed[Event]] = {}
+        self._piece = limits.below_piece
+        self._blocks = BlocksBelow(findable or Findable(limits))
+        self._lives: dict[str, Life] = {}
+        """What each instance says belongs to its life."""
+        self._retellings: dict[str, Retelling] = {}
+        self._sources: dict[str, Followed[Said]] = {}
         """By instance, in the order in which they joined or left."""
         self._failed = FailedBlocks(AVOID_MAX)
-        self._away: set[SequenceHash] = set()
-        """Blocks of instances that are away now, to explain misses."""
         self.departures = Departures(former=former)
-        """When and why blocks have left the lower tier, as its events say."""
+        """What became of the blocks that have left, as far as events have told."""
 
     def __contains__(self, name: SequenceHash) -> bool:
-        return name in self._holding
+        return name in self._blocks
+
+    def tester(self) -> Callable[[SequenceHash], bool]:
+        """Return what tells of many names, as of this moment, whether a disk tier has them."""
+        return self._blocks.tester()
 
     def missing(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
         """Return those names that no disk tier has."""
-        known = self._holding
-        return [name for name in names if name not in known]
+        return list(filterfalse(self._blocks.tester(), names))
 
     def __len__(self) -> int:
-        return len(self._holding)
+        return len(self._blocks)
 
     @property
-    def names(self) -> KeysView[SequenceHash]:
-        """Return the blocks that are known to be there."""
-        return self._holding.keys()
+    def table(self) -> BlockLookup[Holding]:
+        """Return the table of blocks that the miss filter has: some are not there any more."""
+        return self._blocks.table
+
+    def has_none_of(self, names: Collection[SequenceHash]) -> bool:
+        """Return whether none of these is there; False as well if one was a moment ago."""
+        return self._blocks.has_none_of(names)
 
     @property
     def is_followed(self) -> bool:
-        """Whether some instance is there."""
+        """Some instance has said something, or is being asked."""
         return bool(self.instances)
 
     @property
     def instances(self) -> list[str]:
-        """The instances that have not left, whether they have told what they hold or not."""
+        """Those that are there, whether they have told what they hold or not."""
         sources = self._sources.items()
         return [name for name, one in sources if one.state is not FollowState.GONE]
 
     def has_never_had(self, names: Collection[SequenceHash]) -> bool:
         """Return whether nothing is known of any of these names."""
-        known = (self._holding.keys(), self._away)
-        return self.departures.knows_none_of(names) and all(one.isdisjoint(names) for one in known)
+        return self.departures.knows_none_of(names) and self._blocks.has_never_had(names)
 
     def is_away(self, name: SequenceHash) -> bool:
         """Return whether an instance had this block that is away."""
-        return name in self._away
+        return self._blocks.is_away(name)
 
     def epoch(self, instance: str) -> int:
-        """Return the epoch of an instance; 0: none is known."""
+        """Return the life of a disk tier that we know of, or 0."""
         source = self._sources.get(instance)
         return source.epoch if source is not None else 0
 
     def source(self, name: SequenceHash, now_ms: int, own: Namespaces = ANY) -> str | None:
-        """Return the instance to ask for this block now.
-
-        None: no instance has it, it is avoided, or it is in none of these namespaces.
-        """
-        holding = self._holding.get(name)
+        """Return the instance to ask for this block now; None: it is not worth while, or the block
+        is in none of these namespaces."""
+        holding = self._blocks.get(name)
         if holding is None or (own and holding.namespace not in own):
             return None
-        instance = holding.instance
+        instance = holding.life.instance
         assert instance in self._sources, f"{name.hex()} is on {instance}, gone"
         return None if self._failed.avoids(name, now_ms) else instance
 
     def is_others(self, name: SequenceHash, own: Namespaces) -> bool:
         """Tell whether a block is there, in none of these namespaces."""
-        holding = self._holding.get(name)
+        holding = self._blocks.get(name)
         return holding is not None and bool(own) and holding.namespace not in own
 
     def block_bytes(self, name: SequenceHash) -> int:
         """Return the size of a block; 0: it is not known."""
-        holding = self._holding.get(name)
+        holding = self._blocks.get(name)
         return 0 if holding is None else holding.block_bytes
 
     def forget(self, name: SequenceHash) -> None:
         """Forget a block that the disk tier does not have, until it is announced again."""
-        if self._holding.pop(name, None) is not None:
-            self._findable.remove((name,))
+        holding = self._blocks.get(name)
+        if holding is None:
+            return
+        self._blocks.remove((name,))
+        retelling = self._retellings.get(holding.life.instance)
+        if retelling is not None:
+            retelling.overtake([name])
 
     def avoid(self, name: SequenceHash, now_ms: int, *, for_ms: int = AVOID_MS) -> None:
-        """Do not ask for a block for a while: a fill of it has failed, but it may be there."""
+        """Leave a block alone for a while: a fill of it has failed, but it may be there."""
         assert for_ms > 0, f"{name.hex()} is avoided for {for_ms} ms"
         self._failed.add(name, now_ms + for_ms)
 
@@ -162,9 +164,9 @@ class LowerTierView:
         return self._ask(instance, now_ms)
 
     def left(self, instance: str, epoch: int = 0) -> None:
-        """Remember the blocks of an instance that has left as away, and forget where they are."""
-        self._remember_away(instance)
-        self._clear(instance)
+        """Drop what a disk tier held, and remember it as away: the tier has left."""
+        self._clear(instance, is_away=True)
+        self._go_on(self._piece)
         source = self._sources.pop(instance, None)
         if source is None:
             return
@@ -181,69 +183,79 @@ class LowerTierView:
         """Take an event; returns how many blocks are new, and what to ask for after a gap."""
         source = self._source_of(instance)
         if source.state is FollowState.GONE and event.epoch <= source.epoch:
-            return 0, []  # It was under way when the tier left: its blocks cannot be read.
+            return 0, []  # It was under way when the tier left, and would bring a ghost back.
         clears = isinstance(event, Cleared)
-        if source.begin(event.epoch) and not clears:
+        begins = source.begin(event.epoch)
+        if begins and not clears:
             self._clear(instance)
         assert instance, f"{event} is of no instance"
-        verdict = source.take(event, now_ms, clears=clears)
+        said = said_by(event)
+        verdict = source.take(said, now_ms, clears=clears)
         if verdict in (Verdict.OLD_EPOCH, Verdict.DUPLICATE):
+            self._pass_over(instance, said, clears=clears)
             return 0, []
-        new = 0
-        try:
-            new = self._hear(instance, event, now_ms)
-        except KvbmError:
-            # An invalid hash: a snapshot will say which blocks the tier has.
-            source.refuse(now_ms)
-        if verdict is Verdict.FULL:
-            source.refuse(now_ms)  # The view is ahead of the position: ask for a snapshot.
-        self._hold_ready(instance, source, now_ms, heard=event)
+        if isinstance(event, Cleared):
+            self._clear(instance, is_away=event.reason == "stop")
+        elif isinstance(event, Removed):
+            self.departures.note(said.names, event.reason or "unknown", now_ms)
+        if said.malformed or verdict is Verdict.FULL:
+            source.refuse(now_ms)  # What is held is not what the position says.
+        new = self._hear(instance, said, self._ready(source, now_ms))
+        if begins or clears:
+            self._go_on(self._piece)
+        else:
+            self._retell(len(said.names))  # So it ends before more has come than it has to say.
         return new, self._ask(instance, now_ms)
 
-    def snapshot(self, instance: str, reply: SnapshotReply | None, now_ms: int = 0) -> None:
-        """Apply the answer to AskDiskSnapshot; None: there was no answer.
+    def snapshot(self, instance: str, snapshot: LowerSnapshot | None, now_ms: int = 0) -> None:
+        """Take the answer to AskDiskSnapshot; None: there was none.
 
-        Events newer than the snapshot have waited, and are applied once more on top of it.
+        Events that have overtaken it have waited, and are said once more on top.
         """
         source = self._sources.get(instance)
         if source is None or not source.landed() or source.state is not FollowState.BEHIND:
             return
-        if reply is None or not source.accepts(reply.epoch, reply.seq):
+        if snapshot is None or not source.accepts(snapshot.epoch, snapshot.seq):
             source.retry_later(now_ms)
             return
-        try:
-            alike = [(part, _names_of(part.runs)) for part in reply.parts]
-        except KvbmError:
-            source.retry_later(now_ms)
-            return
-        source.restore(reply.epoch, reply.seq, now_ms)
-        assert source.epoch == reply.epoch, f"{instance} is in {source.epoch}, not {reply.epoch}"
+        if snapshot.epoch > source.epoch:
+            self._clear(instance)
+        source.restore(snapshot.epoch, snapshot.seq, now_ms)
+        assert source.epoch == snapshot.epoch, f"{instance}: {source.epoch}, not {snapshot.epoch}"
         assert not source.hollow, f"{instance} holds less than its snapshot says"
-        self._clear(instance)
-        for part, names in alike:
-            self._store(instance, names, part)
-        self._hold_ready(instance, source, now_ms)
-        for _, event in sorted(source.waiting.items()):
-            with suppress(KvbmError):  # A malformed one has been refused already.
-                self._hold(instance, event)
+        pieces = pieces_of(snapshot, max(1, self._piece // CUTS))
+        retelling = Retelling(snapshot.seq, pieces, self._lives.pop(instance, None))
+        self._end_retelling(instance)
+        self._retellings[instance] = retelling
+        retelling.add([*self._ready(source, now_ms), *source.waiting.values()])
+        self._go_on(self._piece)
 
     @property
     def is_current(self) -> bool:
         """Whether no instance misses events."""
         return all(one.state is not FollowState.BEHIND for one in self._sources.values())
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no instance misses events, and no part of the work is left."""
+        return self.is_current and not self._retellings and self._blocks.is_settled
+
     def tick(self, now_ms: int) -> list[AskDiskSnapshot]:
-        """Return the questions that are due again: a quiet instance sends no event that asks."""
+        """Do the next part of the work, and return the questions that are due again: a quiet
+        instance sends no event that asks."""
+        self._go_on(self._piece)
         return [question for instance in self._sources for question in self._ask(instance, now_ms)]
 
     def check(self) -> None:
         """Assert every invariant, in O(instances)."""
         for source in self._sources.values():
             source.check()
+        self._blocks.check()
+        assert self._retellings.keys() <= self._sources.keys(), "of whom nothing is heard"
 
     # ---- inside ------------------------------------------------------------------------------
 
-    def _source_of(self, instance: str) -> Followed[Event]:
+    def _source_of(self, instance: str) -> Followed[Said]:
         source = self._sources.get(instance)
         if source is None:
             source = self._sources[instance] = Followed(limits=LIMITS)
@@ -251,81 +263,103 @@ class LowerTierView:
 
     def _ask(self, instance: str, now_ms: int) -> list[AskDiskSnapshot]:
         source = self._sources[instance]
-        if not source.should_ask(now_ms):
-            return []
+        if instance in self._retellings or not source.should_ask(now_ms):
+            return []  # Before another snapshot comes, the last one is taken in.
         source.ask(now_ms)
         return [AskDiskSnapshot(instance, self._tier)]
 
-    def _hear(self, instance: str, event: Event, now_ms: int) -> int:
-        """Take an event for the first time; returns how many blocks are new."""
-        before = len(self._holding)
-        if isinstance(event, Cleared) and event.reason == "stop":
-            self._remember_away(instance)
-        names = self._hold(instance, event)
-        if isinstance(event, Removed):
-            self.departures.note(names, event.reason or "unknown", now_ms)
-        elif isinstance(event, Stored):
-            for name in names:
-                self._failed.discard(name)
-            new = len(self._holding) - before
-            assert 0 <= new <= len(names), f"{new} of {len(names)} blocks of {instance} are new"
-            return new
-        return 0
-
-    def _hold(self, instance: str, event: Event) -> list[SequenceHash]:
-        """Apply an event to the view; returns its blocks."""
-        match event:
-            case Stored(runs=runs):
-                names = _names_of(runs)
-                self._store(instance, names, event)
-            case Removed(hashes=hashes):
-                names = hashes_from_hex(hashes)
-                for name in names:
-                    holding = self._holding.get(name)
-                    if holding is not None and holding.instance == instance:
-                        self.forget(name)
-            case Cleared():
-                names = []
-                self._clear(instance)
-            case _:
-                assert_never(event)
-        return names
-
-    def _hold_ready(
-        self, instance: str, source: Followed[Event], now_ms: int, heard: Event | None = None
-    ) -> None:
-        """Apply what has waited, in order; `heard` has just been applied."""
-        for event in source.ready():
-            try:
-                if event is not heard:
-                    self._hold(instance, event)
-            except KvbmError:
+    def _ready(self, source: Followed[Said], now_ms: int) -> list[Said]:
+        """Return what is next, in order: what was heard last, perhaps, and what has waited."""
+        ready: list[Said] = []
+        for said in source.ready():
+            if said.malformed:
                 source.refuse(now_ms)
+            else:
+                ready.append(said)
+        return ready
 
-    def _store(self, instance: str, names: list[SequenceHash], said: Stored | SnapshotPart) -> None:
-        assert instance in self._sources, f"{instance} has {len(names)} blocks, and is not followed"
-        holding = Holding(instance, said.block_bytes, bytes.fromhex(said.namespace))
-        if holding == self._last:
-            holding = self._last
-        self._last = holding
-        stored = dict.fromkeys(names, holding)
-        self._findable.add(stored.keys() - self._holding.keys())
-        self._holding.update(stored)
-        self._away.difference_update(names)
+    def _hear(self, instance: str, said: Said, ready: list[Said]) -> int:
+        """Take an event for the first time; returns how many blocks are new.
 
-    def _remember_away(self, instance: str) -> None:
-        gone = (name for name, holding in self._holding.items() if holding.instance == instance)
-        self._away.update(gone)
-        while len(self._away) > AWAY_MAX:
-            self._away.pop()
+        Newer ones that were heard before come once more on top.
+        """
+        waiting = self._sources[instance].waiting
+        newer = ready[1:]
+        if max(waiting, default=0) > said.seq:
+            newer += [one for one in waiting.values() if one.seq > said.seq]
+        if said.stores:
+            for name in said.names:
+                self._failed.discard(name)
+        if not newer:
+            return self._tell(instance, said)
+        retelling = self._retellings.setdefault(instance, Retelling())
+        retelling.add(newer)
+        new = 0
+        if said.stores:
+            new = len(self.missing(set(said.names)))
+            retelling.add([said])
+        else:
+            self._tell(instance, said)  # What has left is not there until its turn comes.
+        self._go_on(self._piece)
+        assert 0 <= new <= len(said.names), f"{new} of {len(said.names)} blocks are new"
+        return new
 
-    def _clear(self, instance: str) -> None:
-        held = self._holding.items()
-        kept = {name: holding for name, holding in held if holding.instance != instance}
-        self._findable.remove(self._holding.keys() - kept.keys())
-        self._holding = kept
+    def _pass_over(self, instance: str, said: Said, *, clears: bool) -> None:
+        """Have nothing be there that has left by an event that comes after its snapshot."""
+        retelling = self._retellings.get(instance)
+        former = None if retelling is None else retelling.former
+        if former is None or said.epoch < self.epoch(instance):
+            return
+        assert former is not self._lives.get(instance), f"{instance} has one life"
+        if clears:
+            self._blocks.end(former, is_away=False)
+        elif not said.stores:
+            self._blocks.remove(said.names, [former])
 
+    def _tell(self, instance: str, said: Said) -> int:
+        """Apply an event, or a piece, where no newer one was; returns how many blocks are new."""
+        names = said.names
+        if instance in self._retellings:
+            names = self._retellings[instance].unspoken(said)
+        if not said.stores:
+            self._blocks.remove(names, self._lives_of(instance))
+            return 0
+        life = self._lives.get(instance)
+        if life is None:
+            life = self._lives[instance] = Life(instance)
+        return self._blocks.store(life, names, said.block_bytes, said.namespace)
 
-def _names_of(runs: Iterable[Run]) -> list[SequenceHash]:
-    """Return the blocks of runs; raises IdentityError."""
-    return [name for run in runs for name in hashes_from_hex(run.hashes)]
+    def _go_on(self, room: int) -> None:
+        """Say again what is left, and forget what has ended, about so many blocks at most."""
+        room = self._retell(room)
+        assert room <= 0 or not self._retellings, f"room for {room} blocks is left"
+        self._blocks.let_go(room)
+
+    def _retell(self, room: int) -> int:
+        """Say again what is left, about so many blocks at most; returns the room that is left."""
+        for instance, retelling in list(self._retellings.items()):
+            while room > 0 and (said := retelling.next_piece()) is not None:
+                self._tell(instance, said)
+                room -= max(1, len(said.names))
+            if room <= 0:
+                break
+            self._end_retelling(instance)
+        return room
+
+    def _end_retelling(self, instance: str) -> None:
+        retelling = self._retellings.pop(instance, None)
+        if retelling is not None and retelling.former is not None:
+            self._blocks.end(retelling.former, is_away=False)
+
+    def _clear(self, instance: str, *, is_away: bool = False) -> None:
+        """Have nothing of an instance be there."""
+        for life in self._lives_of(instance):
+            self._blocks.end(life, is_away=is_away)
+        self._lives.pop(instance, None)
+        self._retellings.pop(instance, None)
+
+    def _lives_of(self, instance: str) -> list[Life]:
+        """Return the life of an instance, and the one before it whose blocks are still believed."""
+        retelling = self._retellings.get(instance)
+        lives = (self._lives.get(instance), None if retelling is None else retelling.former)
+        return [life for life in lives if life is not None]

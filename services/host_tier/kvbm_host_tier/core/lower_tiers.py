@@ -9,6 +9,7 @@ from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.wire.events import Tier
 
 from kvbm_host_tier.core.findable import Findable
+from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_tier_view import ANY, LowerTierView, Namespaces
 
 LOWER: tuple[Tier, ...] = ("disk", "object")
@@ -20,11 +21,14 @@ class LowerTiers:
     """The views of all media below."""
 
     def __init__(
-        self, former: FormerBlocks | None = None, findable: Findable | None = None
+        self,
+        former: FormerBlocks | None = None,
+        findable: Findable | None = None,
+        limits: HostTierLimits | None = None,
     ) -> None:
         """Start without instances; see LowerTierView."""
         self.views: Mapping[Tier, LowerTierView] = {
-            tier: LowerTierView(tier, former, findable) for tier in LOWER
+            tier: LowerTierView(tier, former, findable, limits) for tier in LOWER
         }
         self._nearest_first = list(self.views.items())
 
@@ -41,7 +45,7 @@ class LowerTiers:
         filled = [view for view in self.views.values() if view]
         if len(filled) > 1:
             return self.__contains__
-        return filled[0].names.__contains__ if filled else NO_NAMES.__contains__
+        return filled[0].tester() if filled else NO_NAMES.__contains__
 
     def medium_of(self, name: SequenceHash) -> Tier | None:
         """Return the nearest tier that has a block, whether it can be asked now or not."""
@@ -68,7 +72,7 @@ class LowerTiers:
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
         """Return whether no lower tier has any of these blocks."""
-        return all(not view or view.names.isdisjoint(names) for view in self.views.values())
+        return all(not view or view.has_none_of(names) for view in self.views.values())
 
     def source(
         self, name: SequenceHash, now_ms: int, own: Namespaces = ANY

@@ -20,10 +20,10 @@ from kvbm_common.wire.verbs import (
     Offer,
     ReleaseReply,
     ReleaseRequest,
-    SnapshotReply,
 )
 
 from kvbm_host_tier.core.filter_messages import FilterEffect, FilterFailed
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.peer_messages import PeerEffect, PeerInput
 from kvbm_host_tier.core.scrub_messages import ScrubEffect, ScrubInput
 from kvbm_host_tier.core.shard_map import ShardEffect, ShardInput
@@ -152,7 +152,7 @@ class DiskSnapshot:
     """What a disk tier holds; None: it did not say."""
 
     instance: str
-    reply: SnapshotReply | None
+    snapshot: LowerSnapshot | None
     tier: Tier = "disk"
 
 

@@ -58,7 +58,7 @@ class Parts:
         self.announcer, self.limits = announcer, means.limits
         self.former = former = FormerBlocks()
         self.findable = findable = Findable(means.limits, means.counts)
-        self.below = below = LowerTiers(former, findable)
+        self.below = below = LowerTiers(former, findable, means.limits)
         self.held = held = HeldBlocks(
             announcer, below, former, findable, means, policy=policy, staging=staging
         )
@@ -83,8 +83,8 @@ class Parts:
             held, below, self.fills, self.peers, self.answers, waiting, cost, means
         )
         self.hints = SessionHints(held, self.onboard, means)
-        views = below.views.values()
-        findable.name_sets = lambda: [held.table.names, waiting.names, *(v.names for v in views)]
+        findable.name_sets = lambda: [held.table.names, waiting.names]
+        findable.tables = [view.table for view in below.views.values()]
         self.sharding = Sharding(instance)
         self.placement = Placement(
             self.engines, self.sharding, means, is_draining=lambda: held.draining,

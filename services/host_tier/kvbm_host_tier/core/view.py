@@ -70,7 +70,7 @@ class HostTierView:
         parts = self._parts
         work = (len(parts.offload), len(parts.onboard), len(parts.fills))
         settled = parts.explain.is_settled and parts.peers.is_settled
-        settled = settled and all(view.is_current for view in parts.below.views.values())
+        settled = settled and all(view.is_settled for view in parts.below.views.values())
         settled = settled and not parts.findable.is_making and parts.leases.is_settled
         return not any(work) and settled and parts.scrubber.is_resting
 

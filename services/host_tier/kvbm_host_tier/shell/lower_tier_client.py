@@ -15,7 +15,7 @@ from kvbm_common.errors import (
     NoResponder,
     RequestFailed,
 )
-from kvbm_common.nats.snapshots import ask_snapshot
+from kvbm_common.nats.snapshots import ask_pages
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Counter
@@ -31,6 +31,7 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.lower_tiers import tier_of
 from kvbm_host_tier.core.messages import (
     AskFates,
@@ -109,15 +110,17 @@ class LowerTierClient:
             return FillFailed(effect.fill, error.code, settled=False)
 
     async def snapshot(self, instance: str, tier: Tier) -> DiskSnapshot:
-        """Ask an instance what it holds; without an answer the reply is None."""
+        """Ask an instance what it holds, and read it page by page; without an answer it is None."""
         ask = functools.partial(
             self._context.bus.request,
             self._verb(tier, instance, "snapshot"),
             deadline_s=SNAPSHOT_DEADLINE_S,
         )
         try:
-            reply = await ask_snapshot(ask, SnapshotRequest(source=f"{tier}-tier-{instance}"))
-            return DiskSnapshot(instance, reply, tier)
+            snapshot: LowerSnapshot | None = None
+            async for page in ask_pages(ask, SnapshotRequest(source=f"{tier}-tier-{instance}")):
+                snapshot = LowerSnapshot.of(page, behind=snapshot)
+            return DiskSnapshot(instance, snapshot, tier)
         except KvbmError as error:
             log.warning("no snapshot of %s tier %s: %s", tier, instance, error)
             return DiskSnapshot(instance, None, tier)

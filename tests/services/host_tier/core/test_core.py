@@ -9,6 +9,7 @@ from kvbm_common.wire.explain import ExplainListRequest
 from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_host_tier.core.arena import LEASE_MS_MAX
 from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import (
     Answer,
     ArenaInfo,
@@ -189,7 +190,7 @@ def test_a_disk_tier_that_joins_is_asked_what_it_holds() -> None:
     """And its blocks can be had from then on, until it leaves."""
     host = Host()
     assert host.step(LowerTierJoined("0")) == [AskDiskSnapshot("0")]
-    host.step(DiskSnapshot("0", host.disk.snapshot([on_disk(1)])))
+    host.step(DiskSnapshot("0", LowerSnapshot.of(host.disk.snapshot([on_disk(1)]))))
     assert of(host.look_up(1), AskFill)
     host.step(LowerTierLeft("0"))
     assert host.found(host.look_up(2)).reason == "not_stored"

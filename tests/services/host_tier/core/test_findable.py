@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Set
+from itertools import count
 from typing import Any
 
 from kvbm_common.memory.miss_filter import FilterState, MissFilter, MissFilterReader, size_of
+from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.wire.local import Found, Welcome
 from kvbm_host_tier.core.filter_messages import (
     FilterEffect,
@@ -14,7 +18,9 @@ from kvbm_host_tier.core.filter_messages import (
     SwitchFilter,
     UseFilter,
 )
-from kvbm_host_tier.core.findable import RETRY_MOST_MS
+from kvbm_host_tier.core.findable import RETRY_MOST_MS, Findable
+from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import (
     AskFill,
     DiskSnapshot,
@@ -137,7 +143,8 @@ def test_a_block_below_is_there_as_long_as_some_tier_has_it() -> None:
 def test_a_snapshot_and_the_end_of_a_tier_are_followed() -> None:
     host = FilteredHost()
     host.step(LowerTierJoined("0"))
-    host.step(DiskSnapshot("0", host.disk.snapshot([on_disk(1), on_disk(2)])))
+    held = host.disk.snapshot([on_disk(1), on_disk(2)])
+    host.step(DiskSnapshot("0", LowerSnapshot.of(held)))
     assert [host.denies(n) for n in (1, 2)] == [False, False]
     host.disk_removed(1)
     assert [host.denies(n) for n in (1, 2)] == [True, False]
@@ -220,9 +227,49 @@ def test_a_large_filter_is_made_a_slice_at_a_tick() -> None:
         assert [host.denies(n) for n in (12, 30)] == [False, False]
         host.wait(50)
         ticks += 1
-    assert ticks == 3, "4, 2 and 3 names"
+    assert ticks == 3, "4 names, then 3 and the 2 that have left, and the end"
     assert [host.denies(n) for n in (10, 11, 12, 19, 30)] == [True, True, False, False, False]
     assert host.core.view.is_quiet
+
+
+class CountedTable(BlockLookup[int]):
+    """A lower tier's table that counts which of its blocks were listed."""
+
+    listed = 0
+
+    def part(self, number: int) -> Set[bytes]:
+        found = super().part(number)
+        self.listed += len(found)
+        return found
+
+
+def test_a_filter_lists_what_is_below_part_by_part() -> None:
+    """Goal: no step lists a million names; those that come or leave meanwhile are counted once."""
+    limits = HostTierLimits(miss_filter=True, filter_slice=500)
+    findable, table = Findable(limits), CountedTable(0)
+    findable.tables = (table,)
+    names = [name(number) for number in range(10_000)]
+    table.set(names, 1)
+    findable.add(names, is_below=True)
+    findable.lay_out(1)
+    findable.settle(is_complete=True)
+    assert table.listed == 0
+    written = Counter[bytes]()
+    for number in count():
+        findable.tick(number)
+        table.drop(names[number : number + 1])
+        findable.remove(names[number : number + 1], is_below=True)
+        before = table.listed
+        effects = findable.settle(is_complete=True)
+        assert table.listed - before <= 2 * limits.filter_slice
+        for effect in effects:
+            if isinstance(effect, NamesChanged) and effect.is_new:
+                written.update(effect.came)
+                written.subtract(effect.left)
+        if any(isinstance(one, UseFilter) for one in effects):
+            break
+    assert +written == Counter(table)
+    assert min(written.values()) == 0, "some have left after they were listed"
 
 
 def test_without_the_setting_there_is_no_filter() -> None:

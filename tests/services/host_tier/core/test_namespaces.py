@@ -18,6 +18,7 @@ from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest
 from kvbm_common.wire.events import Run, Tier
 from kvbm_common.wire.local import Found
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import (
     AdminAsked,
     Answer,
@@ -153,7 +154,7 @@ def test_the_disk_says_in_a_snapshot_whose_its_blocks_are() -> None:
     run = Run(parent=name(0).hex(), hashes=[name(1).hex()])
     part = SnapshotPart(namespace=DIGEST, runs=[run])
     reply = SnapshotReply(host="h", source="disk-tier-0", tier="disk", epoch=1, seq=1, parts=[part])
-    host.step(DiskSnapshot(ask.instance, reply))
+    host.step(DiskSnapshot(ask.instance, LowerSnapshot.of(reply)))
     assert host.found(asked_by_bob(host, 1)).reason == "other_namespace"
     assert len(of(host.look_up(1), AskFill)) == 1
 

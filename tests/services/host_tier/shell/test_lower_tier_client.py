@@ -7,13 +7,19 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pytest
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.snapshots import pages_of
 from kvbm_common.nats.streams import EVENTS
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Cleared
+from kvbm_common.wire.verbs import SnapshotRequest
 from kvbm_host_tier.core.messages import DiskEvent
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
 
+from tests.services.host_tier.helpers import on_disk
 from tests.waiting import ask_until
 
 
@@ -52,3 +58,28 @@ async def test_an_event_from_the_future_is_dropped(bus: Bus) -> None:
         for task in running:
             task.cancel()
     assert {event.event.epoch for event in heard} == {now}
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+async def test_a_snapshot_is_read_page_by_page_and_one_bad_page_is_no_answer(is_bad: bool) -> None:
+    """The core asks again for what it could not read."""
+    source = Announcer(host="h", source="disk-tier-0", tier="disk", epoch=3)
+    source.cleared("start")
+    pages = pages_of(source.snapshot([on_disk(number) for number in range(1, 21)]), page_bytes=400)
+    assert len(pages) > 2
+    if is_bad:
+        pages[1].parts[0].runs[0].hashes[0] = "no"
+
+    async def request(_subject: str, payload: bytes, *, deadline_s: float) -> bytes:
+        assert deadline_s > 0
+        return msgspec.json.encode(pages[msgspec.json.decode(payload, type=SnapshotRequest).page])
+
+    context: Any = SimpleNamespace(bus=SimpleNamespace(request=request), host="h")
+    dropped = Metrics().counter("dropped", "Dropped.", labels=("reason",))
+    heard = await LowerTierClient(context, dropped).snapshot("0", "disk")
+    if is_bad:
+        assert heard.snapshot is None
+    else:
+        assert heard.snapshot is not None
+        count = sum(len(names) for part in heard.snapshot.parts for names in part.pieces(99))
+        assert count == 20
