@@ -154,7 +154,7 @@ def _revision(args: LlmArgs, life: str) -> str:
         "lora_dir": [revision_of(resolve(str(path))) for path in _adapters_of(args)],
     }
     text = json.dumps(changes, sort_keys=True)
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return "+".join([weights, load_format_of(args), digest])
 
 
@@ -200,7 +200,9 @@ def _is_sparse(args: LlmArgs) -> bool:
     config = _get(args, "sparse_attention_config")
     if config is not None and str(_get(config, "algorithm")) not in WHOLE_BLOCKS:
         return True
-    return "index_topk" in _file_of(args, "config.json")
+    model = _file_of(args, "config.json")
+    parts = (model, model.get("text_config"))  # A model of images has its language model's there.
+    return any("index_topk" in part for part in parts if isinstance(part, dict))
 
 
 def _has_fp4_cache(args: LlmArgs) -> bool:

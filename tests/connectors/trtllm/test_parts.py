@@ -284,6 +284,7 @@ def test_blocks_of_which_there_is_more_are_refused(changed: dict[str, Any], text
     ("name", "content", "text"),
     [
         ("config.json", {"index_topk": 2048}, "sparse attention"),
+        ("config.json", {"text_config": {"index_topk": 2048}}, "sparse attention"),
         ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "NVFP4"),
         ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}, ""),
         ("config.json", [], ""),
