@@ -111,20 +111,23 @@ def indispensable(
 
 def boundary_tokens(groups: Iterable[GroupRun]) -> int:
     """Return the tokens between two boundaries: at each of them, blocks of all groups end."""
-    step = lcm(*(group.block_tokens for group in groups))
+    step = lcm(*[group.block_tokens for group in groups])
     assert step > 0, f"a group of {groups} has blocks without tokens"
     return step
 
 
 def largest_boundary(groups: Sequence[GroupRun]) -> int:
     """Return the largest boundary that is asked for, in tokens."""
-    step = boundary_tokens(groups)
-    return min(group.blocks * group.block_tokens for group in groups) // step * step
+    return _largest(groups, boundary_tokens(groups))
+
+
+def _largest(groups: Sequence[GroupRun], step: int) -> int:
+    assert groups, "a hit over no group has no boundary"
+    return min([group.blocks * group.block_tokens for group in groups]) // step * step
 
 
 def needed(groups: Sequence[GroupRun], tokens: int) -> list[range]:
     """Return, for each group, the indices of the blocks that a hit of so many tokens needs."""
-    assert tokens % boundary_tokens(groups) == 0, f"{tokens} tokens are no boundary of {groups}"
     return [range(one.first_needed(tokens), tokens // one.block_tokens) for one in groups]
 
 
@@ -151,7 +154,7 @@ def reach(
     others from the back.
     """
     step = boundary_tokens(groups)
-    tokens = largest_boundary(groups)
+    tokens = _largest(groups, step)
     if most is not None:
         tokens = min(tokens, most // step * step)
     for group, found in zip(groups, names, strict=True):
@@ -205,19 +208,19 @@ class _FoundBlocks:
     def boundary(self, most: int, step: int) -> int:
         """Return the largest boundary of at most `most` tokens, a multiple of `step`, at which all
         is there that a hit needs."""
-        group, size, count = self._group, self._group.block_tokens, len(self._there)
+        group, there = self._group, self._there
+        size, count = group.block_tokens, len(there)
         tokens = most
         while tokens:
-            end, first = tokens // size, group.first_needed(tokens)
-            needed_from, needed_to = count - end, count - first
+            needed_from, needed_to = count - tokens // size, count - group.first_needed(tokens)
             self._looked = max(self._looked, needed_from)
             self._look(needed_to)
-            gap = self._there.find(0, needed_from, needed_to)
+            gap = there.find(0, needed_from, needed_to)
             if gap < 0:
                 return tokens
             # Every boundary behind a missing block needs it, up to here.
             if group.chunk_tokens:
-                before = count - 1 - self._there.rfind(0, needed_from, needed_to)
+                before = count - 1 - there.rfind(0, needed_from, needed_to)
             else:
                 before = self._before(gap + 1)
             assert before < count - gap, f"block {count - 1 - gap} is missing, {before} is behind"
@@ -242,9 +245,9 @@ class _FoundBlocks:
             more *= 2
 
     def _look(self, upto: int) -> None:
-        assert 0 <= upto <= len(self._there), f"{upto} of {len(self._there)} blocks"
-        if upto > self._looked:
-            count = len(self._there)
-            found = self._has(self._names[count - upto : count - self._looked])
-            self._there[self._looked : upto] = found[::-1]
+        looked, count = self._looked, len(self._there)
+        assert 0 <= upto <= count, f"{upto} of {count} blocks"
+        if upto > looked:
+            found = self._has(self._names[count - upto : count - looked])
+            self._there[looked:upto] = found[::-1]
             self._looked = upto

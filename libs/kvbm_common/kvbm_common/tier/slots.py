@@ -52,6 +52,10 @@ class SlotTable(SlotPins):
         """Return the slot of a committed block, None when it is not there."""
         return self._slot.get(block)
 
+    def find_all(self, blocks: Iterable[SequenceHash]) -> list[int | None]:
+        """Return what `find` does of each block."""
+        return [*map(self._slot.get, blocks)]
+
     def is_staging(self, block: SequenceHash) -> bool:
         """Return whether a block is on its way in."""
         return block in self._staging

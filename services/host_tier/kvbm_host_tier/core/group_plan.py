@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from operator import add
 
 from kvbm_common.identity import BLOCK_TOKENS_MAX, IdentityError, SequenceHash
@@ -29,6 +29,8 @@ from kvbm_common.tier.kv_groups import (
 
 from kvbm_host_tier.core.presence import Available
 
+FLIPPED = b"\1" + bytes(255)
+"""Turns what a `Has` tells into its opposite, in C."""
 TRIES_MAX = 16
 """Boundaries that are tried where there is no room for a plan: at one that fits, blocks of a window
 may be missing."""
@@ -57,14 +59,24 @@ class GroupPlan:
         Return the blocks of the largest hit that is here, if it is shorter: they stay pinned while
         the lookup waits.
         """
-        self.reach = reach(self.groups, self.names, available.here)
-        here_tokens, here_names = self.reach.tokens, self.needed()
-        if self.is_short:
-            self.reach = reach(
-                self.groups, self.names, available.may_come, shared=self.reach.shared
-            )
-        assert here_tokens <= self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
-        return here_names if here_tokens < self.reach.tokens else []
+        groups, names = self.groups, self.names
+        any_comes = False
+
+        def look(asked: Sequence[SequenceHash]) -> bytes:
+            nonlocal any_comes
+            found = available.here(asked)
+            assert len(found) == len(asked), f"{len(found)} of {len(asked)} blocks were looked at"
+            if not any_comes and 0 in found:
+                missing = [*compress(asked, found.translate(FLIPPED))] if 1 in found else asked
+                any_comes = 1 in available.may_come(missing)
+            return found
+
+        self.reach = here = reach(groups, names, look)
+        if any_comes:  # Each larger hit needs a block that was looked for in vain.
+            self.reach = reach(groups, names, available.may_come, shared=here.shared)
+        assert here.tokens <= self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
+        is_longer = here.tokens < self.reach.tokens
+        return needed_names(groups, names, here.tokens) if is_longer else []
 
     def shorten(self, room: int, available: Available) -> None:
         """Choose a lower reach, at which `room` slots are enough for the blocks to be brought."""

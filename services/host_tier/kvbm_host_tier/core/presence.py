@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.kv_groups import Has, has_each
+from kvbm_common.tier.kv_groups import Has
 from kvbm_common.tier.slots import SlotTable
 
 from kvbm_host_tier.core.lower_tier_view import Namespaces
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.waiting import Waiting
+
+# Compared in C: a long prompt has thousands of blocks.
+_NAMESPACE = attrgetter("namespace")
 
 
 def blocks_here(table: SlotTable, own: Namespaces) -> Has:
@@ -22,12 +26,16 @@ def blocks_here(table: SlotTable, own: Namespaces) -> Has:
 
     assert own, "an engine has a namespace"
 
-    def is_own(name: SequenceHash) -> bool:
-        slot = table.find(name)
-        return slot is not None and table.block(slot).namespace in own
+    def here(names: Sequence[SequenceHash]) -> bytes:
+        if table.has_none_of(names):
+            return bytes(len(names))
+        slots = table.find_all(names)
+        found = [slot for slot in slots if slot is not None]
+        if len(found) == len(slots) and own.issuperset(map(_NAMESPACE, table.blocks_in(found))):
+            return b"\1" * len(slots)
+        return bytes([slot is not None and table.block(slot).namespace in own for slot in slots])
 
-    find = has_each(is_own)
-    return lambda names: bytes(len(names)) if table.has_none_of(names) else find(names)
+    return here
 
 
 @dataclass(frozen=True, slots=True)

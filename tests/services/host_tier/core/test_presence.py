@@ -167,10 +167,28 @@ def shortages(draw: st.DrawFn) -> tuple[list[GroupRun], set[SequenceHash], set[S
             draw(st.sampled_from([2, 4, 8])) if rule == "chunk" else 0,
         ))  # fmt: skip
     count = sum(one.blocks for one in groups)
-    where = draw(st.lists(st.sampled_from("hcccx"), min_size=count, max_size=count))
+    chances = draw(st.sampled_from(["hcccx", "hhhhc", "hhhhx"]))
+    where = draw(st.lists(st.sampled_from(chances), min_size=count, max_size=count))
     here = {name(at) for at, one in enumerate(where) if one == "h"}
     comes = here | {name(at) for at, one in enumerate(where) if one == "c"}
     return groups, here, comes, draw(st.integers(0, count))
+
+
+@given(shortages())
+def test_a_plan_reaches_as_far_as_its_blocks_may_come(
+    shortage: tuple[list[GroupRun], set[SequenceHash], set[SequenceHash], int],
+) -> None:
+    """Goal: as far as with what may come from the beginning; a shorter hit that is here is kept."""
+    groups, here, comes, _ = shortage
+    names = [name(at) for at in range(sum(one.blocks for one in groups))]
+    plan, cut = GroupPlan.of(groups, names), split(groups, names)
+    known = Available(
+        has_each(here.__contains__), has_each(comes.__contains__), has_each(here.__contains__)
+    )
+    kept = plan.choose(known)
+    assert plan.reach == reach(groups, cut, known.may_come)
+    tokens = reach(groups, cut, known.here).tokens
+    assert kept == (needed_names(groups, cut, tokens) if tokens < plan.reach.tokens else [])
 
 
 @given(shortages())
