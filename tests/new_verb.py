@@ -14,8 +14,9 @@ from typing import Any
 
 from kvbm_cli.stack import Stack
 from kvbm_common.nats.bus import Bus
-from kvbm_common.wire import asyncapi, manual
 from kvbm_common.wire.verbs import verb_subject
+
+from release import asyncapi, wire_manual
 
 VERB = "touch_all"
 
@@ -63,5 +64,5 @@ def openapi(url: str) -> list[str]:
 if __name__ == "__main__":
     seen = asyncio.run(seen_in_a_stack())
     seen["asyncapi"] = sorted(one for one in asyncapi.document()["operations"] if VERB in one)
-    seen["manual"] = [line for line in manual.table().splitlines() if VERB in line]
+    seen["manual"] = [line for line in wire_manual.table().splitlines() if VERB in line]
     print(json.dumps(seen))

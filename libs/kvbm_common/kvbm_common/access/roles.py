@@ -3,7 +3,7 @@
 From an entry follow:
 
     the permissions of nats-server        grants.py, kvbm_cli.creds.nats_config
-    `x-roles` in docs/asyncapi.yaml       kvbm_common.wire.asyncapi
+    `x-roles` in docs/asyncapi.yaml       release.asyncapi
     the test that tries every channel     tests/security/test_every_channel.py
 
 A credential of a host's role is good for the subjects of that host. In the patterns `{host}` is

@@ -3,7 +3,7 @@
     the verb on NATS      kvbm_common.service.admin_verbs
     the route             kvbm_metrics.shell.admin_api
     the command           kvbm_cli.verb_commands
-    AsyncAPI, wire.md     kvbm_common.wire.asyncapi, kvbm_common.wire.manual
+    AsyncAPI, wire.md     release.asyncapi, release.wire_manual
 
 The messages are in `kvbm_common.wire.admin`. CONTRIBUTING.md has the recipe for a new verb.
 """

@@ -1,6 +1,6 @@
 """The table of operators' verbs in `docs/wire.md`, written from `operator_verbs.OPERATOR_VERBS`.
 
-`python -m kvbm_common.wire.manual docs/wire.md` renews it; a test compares the two.
+`python -m release.wire_manual docs/wire.md` renews it; a test compares the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvbm_common.wire.operator_verbs import OPERATOR_VERBS, SERVICES, TIERS, OperatorVerb
 
-BEGIN = "<!-- Written by `python -m kvbm_common.wire.manual docs/wire.md`. -->\n"
+BEGIN = "<!-- Written by `python -m release.wire_manual docs/wire.md`. -->\n"
 END = "<!-- end -->\n"
 
 

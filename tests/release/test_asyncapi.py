@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from kvbm_common.wire import admin, asyncapi, events, verbs
-from kvbm_common.wire.asyncapi import Json
+from kvbm_common.wire import admin, events, verbs
 
-FILE = Path(__file__).parents[4] / "docs" / "asyncapi.yaml"
+from release import asyncapi
+from release.asyncapi import Json
+
+FILE = Path(__file__).parents[2] / "docs" / "asyncapi.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ _TITLES = {
 
 _INTRODUCTION = f"""# Configuration
 
-<!-- Written by `python -m kvbm_common.config.manual` from kvbm_common/config/declarations.py. -->
+<!-- Written by `python -m release.settings_manual` from kvbm_common/config/declarations.py. -->
 
 A value comes from the first of: the command line, an environment variable, the TOML file that
 `{FILE_VARIABLE}` names, the default. An empty variable counts as unset. The file has one table per
