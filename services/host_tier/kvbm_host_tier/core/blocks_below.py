@@ -51,7 +51,7 @@ class BlocksBelow:
         """Start empty; `findable` hears of all that come and go."""
         self._findable = findable
         self.table: BlockLookup[Holding] = BlockLookup(0)
-        """Those that are there, and those that are not yet let go of: the filter has all."""
+        """The blocks that are there, and those that are not let go of yet: the filter has all."""
         self._away: BlockLookup[bool] = BlockLookup(0)
         self._count = 0
         """The blocks of lives that are not over."""

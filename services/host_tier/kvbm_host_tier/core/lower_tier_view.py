@@ -44,7 +44,7 @@ CUTS = 4
 
 Namespaces = frozenset[bytes]
 ANY: Namespaces = frozenset()
-"""Of an asker that has no namespace: blocks of all namespaces are its own."""
+"""The asker has no namespace: it may have the blocks of every namespace."""
 
 
 class LowerTierView:
@@ -102,7 +102,7 @@ class LowerTierView:
 
     @property
     def instances(self) -> list[str]:
-        """Those that are there, whether they have told what they hold or not."""
+        """The instances that are there, whether they have told what they hold or not."""
         sources = self._sources.items()
         return [name for name, one in sources if one.state is not FollowState.GONE]
 

@@ -29,7 +29,7 @@ class Said:
     seq: int
     names: list[SequenceHash]
     stores: bool = True
-    """They are there; False: they have left."""
+    """Whether the blocks are there; False: they have left."""
     block_bytes: int = 0
     namespace: bytes = b""
     malformed: bool = False
