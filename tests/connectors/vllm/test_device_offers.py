@@ -499,6 +499,31 @@ def test_where_prompts_part_the_window_is_kept() -> None:
     assert engine.pool.held() == [13, 14, 16], "12 tokens, every fourth window, the prompt's end"
 
 
+def test_where_a_hit_of_the_device_ended_the_window_is_kept() -> None:
+    """Goal: another prompt may part there, too. The device has 12 tokens; of full attention, the
+    host tier has 20. Every fourth window and the prompt's end are kept as ever."""
+    engine, request = Engine(), Request(all_token_ids=tokens(25))
+    engine.half.hit = Hit(0, reason="not_stored", boundary=0, shared=8)
+    engine.admit(request, 12)
+    engine.step(request, 12, [1, 2, 3, 4, 5, 6], [0, 0, 13, 14, 15, 16])
+    assert engine.pool.held() == [13, 14, 15, 16]
+
+
+def test_what_no_host_tier_took_is_offered_when_another_request_shares_it() -> None:
+    """1. No host tier is there, and two blocks are computed. 2. It is: a prompt begins alike."""
+    engine, first = Engine(), Request(all_token_ids=tokens(9))
+    engine.half.takes = False
+    engine.admit(first)
+    engine.step(first, 8, [1, 2, 3], [11, 12, 13])
+    engine.step(first, 1, [1, 2, 3], [0, 12, 13])
+    engine.half.takes = True
+    second = Request("second", all_token_ids=tokens(17))
+    engine.admit(second, 8)
+    engine.step(second, 8, [1, 2, 5, 6], [0, 12, 15, 16])
+    engine.step(second, 1, [1, 2, 5, 6, 7], [0, 0, 0, 16, 17])
+    assert engine.offers == {1: (1, 2, 5, 6), 2: (12, 16)}
+
+
 class Table:
     """vllm.v1.core.kv_cache_manager.KVCacheBlocks."""
 

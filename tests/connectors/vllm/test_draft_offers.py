@@ -208,3 +208,22 @@ def test_over_several_groups_blocks_are_held_until_a_mark_is_over() -> None:
     side.plan(Output())
     assert pool.held() == []
     assert side.idle
+
+
+def test_over_several_groups_a_preempted_request_loses_nothing_behind_a_mark() -> None:
+    """Its blocks are held beside it: no step overwrites them, and they are offered with the end of
+    the mark."""
+    half, pool, holds = Half(), Pool(), BlockHolds()
+    holds.bind(pool)
+    side = SchedulerSide(half, FULL.hasher, rewritten=0, groups=[FULL, WINDOW], holds=holds)
+    request = Request()
+    side.matched(request, 0)
+    state = State({"r": ([1, 2, 3], [11, 12, 13])})
+    side.plan(Output({"r": 9}, kv_connector_block_state=state))
+    request.begin(9)
+    request.end(9)
+    mark = side.plan(Output({"r": 1}, kv_connector_block_state=state)).mark
+    side.plan(Output(preempted_req_ids=["r"]))
+    assert pool.held() == [1, 2, 12]
+    side.reported(StepReport(mark_ends=((mark, True),)))
+    assert [run.blocks for run in half.offered.values()] == [(1, 2), (12,)]
