@@ -51,8 +51,8 @@ class HostTierLimits:
     """Engines read which names a lookup may find (KVBM_MISS_FILTER)."""
     filter_names_least: int = 4_096
     """Names that a filter has room for at least: 48 KiB."""
-    filter_slice: int = 16_384
-    """Names that one step writes into a filter that is being made: some 5 ms."""
+    filter_slice: int = 8_192
+    """Names that one step writes into a filter that is being made: some 3 ms."""
     below_piece: int = 8_192
     """Blocks of lower tiers that one step takes in or forgets, where there are more: some 5 ms."""
     traces: bool = False

@@ -44,6 +44,7 @@ class LowerSnapshot:
 
 def _alike_of(page: SnapshotReply) -> Iterator[AlikeBlocks]:
     for part in page.parts:
-        packed = b"".join(packed_from_hex(run.hashes) for run in part.runs)
+        # All at once: a run may have one block, and a page tens of thousands of runs.
+        packed = packed_from_hex([text for run in part.runs for text in run.hashes])
         assert len(packed) % HASH_BYTES == 0, f"{len(packed)} bytes of names"
         yield AlikeBlocks(bytes.fromhex(part.namespace), part.block_bytes, packed)

@@ -42,7 +42,7 @@ def said_by(event: Event) -> Said:
     try:
         match event:
             case Stored(runs=runs):
-                names = [name for run in runs for name in hashes_from_hex(run.hashes)]
+                names = hashes_from_hex([text for run in runs for text in run.hashes])
                 namespace = bytes.fromhex(event.namespace)
                 return Said(epoch, seq, names, True, event.block_bytes, namespace)
             case Removed(hashes=hashes):
