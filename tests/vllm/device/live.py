@@ -25,7 +25,7 @@ from tests.waiting import wait_for
 
 QUIET_DEADLINE_S = 40.0
 ATTACH_DEADLINE_S = 40.0
-LONG_PASSES, PASS_S = 0.3, 0.1
+LONG_PASSES, PASS_S = 0.2, 0.04
 """How often a draft model's pass takes long, and how long at most."""
 
 
