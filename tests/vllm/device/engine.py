@@ -385,7 +385,9 @@ class Engine:
         assert not held, f"{held} device blocks are held"
 
     def left(self) -> str:
-        """The requests that have not ended, and how many blocks are free."""
+        """The requests that have not ended, those that vLLM looks at first, and the blocks."""
         states = {name: str(one.status) for name, one in self.scheduler.requests.items()}
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return f"{states}, {pool.get_num_free_blocks()} of {pool.num_gpu_blocks} blocks are free"
+        pool, first = self.scheduler.kv_cache_manager.block_pool, self.scheduler.kv_holding_waiting
+        needs = {one.request_id: self.scheduler._request_remaining_blocks(one) for one in first}
+        free = f"{pool.get_num_free_blocks()} of {pool.num_gpu_blocks} blocks are free"
+        return f"{states}, {free}; looked at first, with the blocks they need: {needs}"
