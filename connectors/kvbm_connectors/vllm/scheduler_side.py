@@ -90,7 +90,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         """Taken since the last plan."""
         self._results = RankResults(world_size)
-        self._waiting = 0  # Lookups that had no answer in this step.
+        self._waiting, self._rests = 0, False  # Lookups without answer; the last step was empty.
 
     @property
     def holding(self) -> bool:
@@ -120,6 +120,8 @@ class SchedulerSide:
         self._readmitted(tracked)
         if computed_tokens and self._stale:
             self._refuse(tracked, "stale_device")
+        if tracked.unloadable and self._gives_way(tracked):
+            return None, False
         if tracked.refused or tracked.unloadable or request.skip_reading_prefix_cache:
             return 0, False
         usable = self._last_boundary(request.num_tokens - 1)
@@ -138,6 +140,12 @@ class SchedulerSide:
             return hit.blocks * self._boundary_tokens, hit.blocks > 0
         self._note_boundaries(tracked, local, local + hit.shared)
         return hit.boundary, hit.boundary > 0
+
+    def _gives_way(self, tracked: Tracked) -> bool:
+        """Have vLLM try others first at every second rest: behind one without room it stops."""
+        others = (one for one in self._requests.values() if one.waits_with_blocks)
+        tracked.gave_way = self._rests and not tracked.gave_way and any(others)
+        return tracked.gave_way
 
     def _last_boundary(self, tokens: int) -> int:
         return tokens // self._boundary_tokens * self._boundary_tokens
@@ -218,8 +226,8 @@ class SchedulerSide:
         self._offers.offer_of_others(self._requests, output.num_scheduled_tokens)
         self._offers.send_if_due()
         loads, self._loads = tuple(self._loads), []
-        waiting, self._waiting = self._waiting, 0
-        if not output.num_scheduled_tokens and not loads and not sent and self._expects(waiting):
+        waiting, self._waiting, self._rests = self._waiting, 0, not output.num_scheduled_tokens
+        if self._rests and not loads and not sent and self._expects(waiting):
             NEWS.wait(IDLE_WAIT_S)
             NEWS.clear()
         self.steps.planned(output, self._requests)

@@ -72,6 +72,8 @@ class Tracked:
     """The tokens from which and up to which a load was made, or is being made."""
     unloadable: bool = False
     """A hit could not be loaded, or not as a whole: the request is computed."""
+    gave_way: bool = False
+    """Others were tried instead when it was last asked for."""
     lease: int | None = None
     """The lease of the load that is not over yet."""
     admitted: int | None = None
@@ -200,6 +202,12 @@ class Tracked:
         # The last token of a request that decodes comes from the step that computed the one before.
         decoded = self.request.num_tokens - 1 if self.decodes_from else 0
         return max(0, self.dispatched_tokens, decoded)
+
+    @property
+    def waits_with_blocks(self) -> bool:
+        """Return whether a load has brought blocks, or brings them, and no step has begun."""
+        is_over = self.finished or self.unloadable
+        return self.admitted is None and not is_over and self.holds_blocks
 
     @property
     def holds_blocks(self) -> bool:

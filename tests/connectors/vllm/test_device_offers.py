@@ -486,6 +486,28 @@ def test_after_a_load_that_failed_everything_is_offered_again() -> None:
     assert engine.offers == {1: (1, 2, 3, 4), 2: (12, 14)}
 
 
+def test_a_load_that_failed_does_not_stand_before_others_that_have_ended() -> None:
+    """Goal: vLLM tries the failed one first and nothing behind it while it has no room, which the
+    others hold.
+
+    1. No step computes: others go first, every second time. 2. One of them computes: it goes first.
+    """
+    engine = Engine()
+    failed, ended = Request("failed", tokens(17)), Request("ended", tokens(17))
+    load_two_blocks(engine, failed, (True, True, False))
+    engine.side.plan(Output())
+    assert engine.admit(failed) == (0, False), "it is alone"
+    load_two_blocks(engine, ended, LOADED)
+    ended.num_computed_tokens = 8
+    found = []
+    for _ in range(4):
+        engine.side.plan(Output())
+        found.append(engine.admit(failed)[0])
+    assert found == [None, 0, None, 0]
+    engine.step(ended, 8, [1, 2, 3, 4], [0, 12, 13, 14])
+    assert [engine.admit(failed)[0] for _ in range(2)] == [0, 0]
+
+
 def test_where_prompts_part_the_window_is_kept() -> None:
     """Goal: the second prompt with a shared beginning makes it a hit for the third.
 
