@@ -7,10 +7,10 @@ memory.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -79,6 +79,8 @@ class Pulls:
         self._loads = itertools.count()
         self._counts, self._on_end = counts, on_end
         self._limiter = OncePerKind(log)
+        self._late = threading.Lock()
+        """Guards what is left of loads that land after `close`, each in a thread of its own."""
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix=f"verify-{name}")
 
     def close(self) -> None:
@@ -114,8 +116,20 @@ class Pulls:
             self._submit(pulling, chunk, future)
 
     def _submit(self, pulling: _Pulling, chunk: slice, future: Future[Brought]) -> None:
-        with contextlib.suppress(RuntimeError):  # A copy may land after `close`.
+        try:
             self._verifier.submit(self._chunk_ended, pulling, chunk, future)
+        except RuntimeError:
+            self._landed_late(pulling)
+
+    def _landed_late(self, pulling: _Pulling) -> None:
+        """Take a chunk that has landed after `close`, when the memory is no longer ours to clear.
+        The engine waits for the end of its load all the same."""
+        with self._late:
+            pulling.chunks_left -= 1
+            is_last = pulling.chunks_left == 0
+        if is_last:
+            load = pulling.load
+            self._on_end(LoadResult(load, (False,) * len(load.blocks), (), "closed"))
 
     def _chunk_ended(self, pulling: _Pulling, chunk: slice, future: Future[Brought]) -> None:
         """Take a chunk, in the verifier's one thread: a load's chunks end one after the other."""

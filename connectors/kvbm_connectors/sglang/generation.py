@@ -11,10 +11,12 @@ hold that process as well.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
 import threading
+from collections import Counter
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -23,14 +25,24 @@ GENERATION_BYTES = 8
 DIRECTORY = "sglang"
 LIFE = secrets.token_bytes(8)
 """The life of this rank's process."""
-CLEARED: set[Path] = set()
-"""Generations that this process has ended: what it stores since is found by its life alone."""
+CLEARED: Counter[Path] = Counter()
+"""How often this process has ended each generation: what it stores since is found by its life
+alone."""
+
+
+def life_of_engine() -> bytes:
+    """Return the same bytes in all ranks' processes of an engine: its first process began them."""
+    parent = os.getppid()
+    began = Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[19]
+    return hashlib.blake2b(b"%d %b" % (parent, began), digest_size=8).digest()
 
 
 class Generation:
     """The generation of one namespace. Every engine of the host sees it change."""
 
-    def __init__(self, state_dir: Path, namespace: bytes) -> None:
+    def __init__(self, state_dir: Path, namespace: bytes, life: bytes | None = None) -> None:
+        """Name what is stored after a `clear` of this process by `life` as well; None: its own."""
+        self._life = LIFE if life is None else life
         self._path = state_dir / DIRECTORY / f"{namespace.hex()[:32]}.generation"
         self._lock = threading.Lock()
         self._stamp: tuple[int, int] | None = None
@@ -44,11 +56,11 @@ class Generation:
         back. A file that is lost begins another generation, for the same reason.
         """
         with self._lock:
-            is_own = self._path in CLEARED
+            own = CLEARED[self._path]
             try:
                 found = os.stat(self._path)
             except FileNotFoundError:
-                if self._stamp is None and not is_own:
+                if self._stamp is None and not own:
                     return b""
                 log.warning("%s is lost: nothing from before is found again", self._path)
                 self._begin()
@@ -56,11 +68,12 @@ class Generation:
             stamp = (found.st_ino, found.st_mtime_ns)
             if stamp != self._stamp:
                 self._value, self._stamp = self._path.read_bytes(), stamp
-            return self._value + LIFE if is_own else self._value
+            return self._value + self._life + own.to_bytes(4, "big") if own else self._value
 
     def renew(self) -> None:
-        """Begin another one, and name this process in it. Raises OSError."""
-        CLEARED.add(self._path)
+        """Begin another one, and name this process in it. Raises OSError: then this process finds
+        nothing from before, and others do."""
+        CLEARED[self._path] += 1
         self._begin()
 
     def _begin(self) -> None:

@@ -27,7 +27,7 @@ from kvbm_connectors.sglang.engine_types import (
     PoolTransfer,
     StorageConfig,
 )
-from kvbm_connectors.sglang.generation import Generation
+from kvbm_connectors.sglang.generation import Generation, life_of_engine
 from kvbm_connectors.sglang.hits import (
     ALL_PAGES,
     TRAILING_PAGES,
@@ -153,9 +153,11 @@ class Storage:
             "pool %s: %d pages of %d bytes in %d pieces are lent as %s",
             name, regions[0].blocks, store.block_bytes, len(regions), namespace.layout,
         )  # fmt: skip
-        writer = config.is_storage_writer or not is_shared(config, name, pool)
+        is_one_copy = is_shared(config, name, pool)
+        writer = config.is_storage_writer or not is_one_copy
         digest = namespace.digest
-        generation = Generation(self._options.settings.state_dir, digest)
+        life = life_of_engine() if is_one_copy else None
+        generation = Generation(self._options.settings.state_dir, digest, life)
         return _Pool(pool, store, digest, generation, writer)
 
     def start(self) -> None:
@@ -285,8 +287,14 @@ class Storage:
         self._guarded("clear", None, self._clear)
 
     def _clear(self) -> None:
+        failed: list[OSError] = []
         for entry in self._pools.values():
-            entry.generation.renew()
+            try:
+                entry.generation.renew()
+            except OSError as error:  # No pool of this process keeps what was before.
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     # --- figures ----------------------------------------------------------------------------
 

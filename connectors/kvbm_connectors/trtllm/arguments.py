@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Set
 from dataclasses import is_dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,21 @@ def changes_of(holder: object, harmless: Set[str]) -> dict[str, Any]:
     """Return every argument that is set and not known to be harmless."""
     return {
         name: plain(value)
-        for name, value in getattr(holder, "__dict__", {}).items()
+        for name, value in _fields_of(holder).items()
         if not name.startswith("_") and value is not None and name not in harmless
     }
+
+
+def _fields_of(holder: object) -> Mapping[str, Any]:
+    """Return the arguments of a configuration, without what it has computed from them."""
+    found: Mapping[str, Any] = getattr(holder, "__dict__", {})
+    cached = {
+        name
+        for kind in type(holder).__mro__
+        for name, one in vars(kind).items()
+        if isinstance(one, cached_property)
+    }
+    return {name: value for name, value in found.items() if name not in cached}
 
 
 def plain(value: Any) -> Any:

@@ -55,6 +55,8 @@ class WorkerSide:
         self._life, self._namespace, self._options = life, namespace, options
         self._rank, self._world_size = rank, world_size
         self._half: WorkerHalf | None = None
+        self._former: list[WorkerHalf] = []
+        """Closed halves, some of whose loads may end yet."""
         self._counts: Counter[str] = Counter()
         self._closing = threading.Event()
         self._lender: threading.Thread | None = None
@@ -176,6 +178,10 @@ class WorkerSide:
 
     def _drain(self) -> None:
         results = self._half.drain_ended() if self._half is not None else []
+        for half in list(self._former):
+            if half.loading == 0:  # What comes below is the last of it.
+                self._former.remove(half)
+            results += half.drain_ended()
         refused, self._refused = self._refused, []
         self._take([*results, *refused])
 
@@ -241,7 +247,8 @@ class WorkerSide:
         if half is not None:
             started_s = time.monotonic()
             half.close()
-            self._take(half.drain_ended())
+            self._former.append(half)
+            self._drain()
             log.info("closed in %.1f s", time.monotonic() - started_s)
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvbm_common.copying.rank_pieces import BlockCopy
 from kvbm_common.cuda import stream_end
 from kvbm_common.cuda.reading import Gpu
-from kvbm_common.nixl.transfers import TransferFailed
+from kvbm_common.nixl.transfers import TransferError, TransferFailed, TransferTimeout
 from kvbm_common.tier.parts import share_of_rank
 from kvbm_common.wire.local import Region
 from kvbm_connectors.client.arena_access import Attached
@@ -33,10 +33,13 @@ class Refusing:
     name = "refusing"
     chunk_bytes = 1 << 20
 
+    def __init__(self, error: TransferError) -> None:
+        self._error = error
+
     def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
         """Fail at once."""
         failed: Future[Brought] = Future()
-        failed.set_exception(TransferFailed("refused"))
+        failed.set_exception(self._error)
         return failed
 
     def close(self) -> None: ...
@@ -63,12 +66,13 @@ class Pulling:
     def _end(self, result: LoadResult) -> None:
         self.ended.append((result, bool(self.memory[0].any())))
 
-    def begin(self) -> None:
+    def begin(self, error: TransferError | None = None) -> None:
         """Begin a load of block 0, which fails."""
+        reader = Refusing(error or TransferFailed("refused"))
         greeting = welcome(
             EPOCH, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT, arena_address=THEIRS
         )
-        self.pulls.begin(load([5]), Attached(greeting, Refusing()), 60.0)
+        self.pulls.begin(load([5]), Attached(greeting, reader), 60.0)
 
 
 @pytest.fixture
@@ -76,6 +80,18 @@ def pulling(monkeypatch: pytest.MonkeyPatch) -> Pulling:
     pulling = Pulling()
     monkeypatch.setattr(stream_end, "WAIT_DEADLINE_S", 0.0)
     return pulling
+
+
+def test_a_copy_that_lands_after_the_end_ends_its_load(pulling: Pulling) -> None:
+    """Goal: the engine waits for no load without end. Its memory is not touched any more."""
+    settling: Future[None] = Future()
+    pulling.begin(TransferTimeout("late", settling))
+    pulling.pulls.close()
+    assert not pulling.ended
+    settling.set_result(None)
+    [(result, _)] = pulling.ended
+    assert (result.intact, result.reason) == ((False,), "closed")
+    assert pulling.memory.all()
 
 
 def test_a_load_ends_behind_its_late_zeros(pulling: Pulling) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from kvbm_common.errors import ConfigError
@@ -309,7 +313,7 @@ def test_wrong_options_fail_the_attachment(extra: dict[str, Any]) -> None:
 
 def another_process(monkeypatch: pytest.MonkeyPatch, life: bytes = bytes(8)) -> None:
     """From now on: it has cleared nothing yet."""
-    monkeypatch.setattr(generation, "CLEARED", set())
+    monkeypatch.setattr(generation, "CLEARED", Counter())
     monkeypatch.setattr(generation, "LIFE", life)
 
 
@@ -369,6 +373,27 @@ def test_a_generation_that_is_lost_is_another_one(
     assert len(after) == len(before)
     other = Generation(tmp_path, bytes(32))
     assert other.read() == after
+
+
+def test_a_clear_that_fails_finds_nothing_of_before(tmp_path: Path) -> None:
+    """Goal: no pool keeps what was before, though its directory is full."""
+    engine = Generation(tmp_path, bytes(32))
+    engine.renew()
+    before = engine.read()
+    full = patch.object(Path, "write_bytes", side_effect=OSError("no space"))
+    with full, pytest.raises(OSError, match="no space"):
+        engine.renew()
+    assert engine.read() != before
+
+
+def test_processes_of_one_parent_have_the_life_of_an_engine() -> None:
+    """Goal: where ranks share one copy, all of them find what the first rank stores. The parent of
+    another engine is another process."""
+    code = "from kvbm_connectors.sglang.generation import life_of_engine as l; print(l().hex())"
+    ranks = {subprocess.check_output([sys.executable, "-c", code]) for _ in range(2)}
+    other = subprocess.check_output(["sh", "-c", f"{sys.executable} -c '{code}'; true"])
+    assert len(ranks) == 1
+    assert other not in ranks
 
 
 def test_a_generation_that_cannot_be_read_is_not_none(tmp_path: Path) -> None:

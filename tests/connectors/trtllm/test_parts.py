@@ -7,7 +7,7 @@ import importlib
 import json
 import threading
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +220,19 @@ def test_arguments_of_the_cache_enter_the_name() -> None:
 def test_harmless_arguments_do_not(changed: dict[str, Any]) -> None:
     """Sizes, processes, tokens' texts, and what is not set."""
     assert digest_of(**changed) == digest_of()
+
+
+def test_what_was_computed_from_arguments_does_not_enter() -> None:
+    """Goal: a name is the same, whether a cached property was read before or not."""
+
+    class Computing(Config):
+        @cached_property
+        def mode(self) -> int:
+            return 7
+
+    read, unread = Computing(threshold=1.5), Computing(threshold=1.5)
+    assert read.mode == 7
+    assert plain(read) == plain(unread)
 
 
 def test_a_value_has_one_text_in_every_process(tmp_path: Path) -> None:

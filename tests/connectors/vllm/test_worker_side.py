@@ -88,6 +88,49 @@ def test_memory_that_cannot_be_lent_is_lent_later(
         side.close()
 
 
+class Landing:
+    """A worker half whose only load lands when it is told to, perhaps after its end."""
+
+    def __init__(self) -> None:
+        self.loading = 0
+        self._ended: list[LoadResult] = []
+
+    def start_load(self, _load: Load) -> None:
+        self.loading = 1
+
+    def land(self, load: Load) -> None:
+        self._ended.append(LoadResult(load, (False,) * len(load.blocks), (), "closed"))
+        self.loading = 0
+
+    def drain_ended(self) -> list[LoadResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def start(self) -> None: ...
+    def expect_reads(self, *, expected: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_load_that_lands_after_the_memory_was_taken_back_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: a request of an engine that sleeps and wakes does not wait without end."""
+    half = Landing()
+    monkeypatch.setattr("kvbm_connectors.vllm.worker_side.WorkerHalf", lambda **_: half)
+    side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, Options.read({}, {}))
+    side.register([[Tensor()]], BLOCKS)
+    load = Load("r", 7, 5, (0,), (2,), (name(1),), (bytes(8),), BLOCK_BYTES, 2**60)
+    side.start(StepPlan((load,)))
+    side.park()
+    assert (side.arrived(), side.bad_blocks()) == (set(), set())
+    half.land(load)
+    assert (side.arrived(), side.bad_blocks()) == ({"r"}, {2})
+    assert (side.arrived(), side.report()) == (
+        set(),
+        StepReport((LoadResult(load, (False,), (), "closed"),)),
+    )
+
+
 def test_the_reason_of_a_worker_that_lends_nothing_is_reported_once() -> None:
     """Goal: the scheduler half hears it, beside loads or without any, from whichever rank."""
     side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, Options.read({}, {}))

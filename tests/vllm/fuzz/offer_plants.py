@@ -40,9 +40,9 @@ def keep_offers_of_preempted() -> None:
 def offer_before_marks() -> None:
     """Blocks are offered while a draft model's pass still writes them."""
 
-    def send(self: Any) -> None:
+    def send(self: Any, *, hurry: bool = True) -> None:
         unsent, self._unsent = self._unsent, []
-        self._send_all(unsent)
+        self._send_all(unsent, hurry=hurry)
 
     replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "send", send)
 

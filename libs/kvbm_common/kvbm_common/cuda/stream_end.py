@@ -62,7 +62,10 @@ class StreamEnd:
         """Return a future that ends when it has come, however late, and then close it."""
         come: Future[None] = Future()
         watching = threading.Thread(target=self._watch, args=(come,), name="late", daemon=True)
-        watching.start()
+        try:
+            watching.start()
+        except RuntimeError:  # The process may have no more threads: this one waits.
+            self._watch(come)
         return come
 
     def close(self) -> None:

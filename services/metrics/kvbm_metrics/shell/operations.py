@@ -135,6 +135,7 @@ def removing(
                         yield tally
             except KvbmError as error:  # What does not answer is not asked for the other parts.
                 job.errors[record.key] = f"{error.code}: {error}"
+                yield tally  # A job that is stopped ends here.
 
     return work
 
@@ -156,6 +157,7 @@ def resizing(
                     reply = await fleet.ask_instance(record, verb, request, _resize)
                 except KvbmError as error:
                     job.errors[record.key] = f"{error.code}: {error}"
+                    yield tally
                     break
                 # Without progress the same step would be repeated without end.
                 more = reply.more and reply.evicted > 0
@@ -191,6 +193,7 @@ def prefetching(
                     reply = await fleet.ask_instance(record, "prefetch", request, _prefetch)
                 except KvbmError as error:
                     job.errors[record.key] = f"{error.code}: {error}"
+                    yield tally
                     break
                 tally["blocks"] += reply.blocks
                 tally["filled"] += reply.filled

@@ -53,6 +53,32 @@ async def ended(work: Work) -> dict[str, str]:
     return jobs.find(job.id).errors
 
 
+class Dead:
+    """A fleet whose tiers do not answer before the job is stopped."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.asked = 0
+        self._jobs = jobs
+
+    async def ask_instance(self, *_: object) -> Reply:
+        """Fail when the job is being stopped."""
+        self.asked += 1
+        (job,) = self._jobs.all()
+        await wait_until(lambda: job.is_stopping)
+        raise DeadlineExceeded("no answer")
+
+
+async def test_a_resize_that_is_stopped_asks_no_other_tier() -> None:
+    """Goal: nothing changes after the stop, also where the tier under way is dead."""
+    jobs = Jobs()
+    fleet = Dead(jobs)
+    request = ResizeRequest(slots=3, actor="ada")
+    job = jobs.start("x", "ada", resizing(cast(Fleet, fleet), [TIER, TIER], "resize", request))
+    await wait_until(lambda: fleet.asked == 1)
+    assert (await jobs.cancel(job.id)).state == "cancelled"
+    assert fleet.asked == 1
+
+
 async def test_a_resize_without_progress_ends() -> None:
     """Goal: a tier of another release that says `more` and evicts nothing is not asked again."""
     fleet = Stuck(ResizeReply(slots=5, was=5, capacity=8, more=True))
