@@ -31,9 +31,15 @@ alone."""
 
 
 def life_of_engine() -> bytes:
-    """Return the same bytes in all ranks' processes of an engine: its first process began them."""
+    """Return the same bytes in all ranks' processes of an engine: its first process began them.
+
+    Where that process cannot be seen, the life of this process: no page of another is found then.
+    """
     parent = os.getppid()
-    began = Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[19]
+    try:
+        began = Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[19]
+    except OSError:  # It is in another PID namespace, or hidden.
+        return LIFE
     return hashlib.blake2b(b"%d %b" % (parent, began), digest_size=8).digest()
 
 

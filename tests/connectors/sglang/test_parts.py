@@ -17,7 +17,7 @@ from kvbm_common.errors import ConfigError
 from kvbm_common.memory.committed_table import CommittedTable
 from kvbm_connectors.client.weights import UnreadableWeights
 from kvbm_connectors.sglang import generation, weights
-from kvbm_connectors.sglang.generation import Generation
+from kvbm_connectors.sglang.generation import Generation, life_of_engine
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
 from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options, Stream, stream_of
@@ -394,6 +394,11 @@ def test_processes_of_one_parent_have_the_life_of_an_engine() -> None:
     other = subprocess.check_output(["sh", "-c", f"{sys.executable} -c '{code}'; true"])
     assert len(ranks) == 1
     assert other not in ranks
+
+
+def test_an_engine_whose_first_process_is_hidden_has_the_life_of_this_process() -> None:
+    with patch.object(os, "getppid", return_value=0):
+        assert life_of_engine() == generation.LIFE
 
 
 def test_a_generation_that_cannot_be_read_is_not_none(tmp_path: Path) -> None:
