@@ -33,7 +33,7 @@ LONGEST_MS = 200
 whole stack runs beside the browser; on an idle one the longest task takes some 20 ms."""
 
 SHOWN_PER_S = """(note => parseFloat(note) * (note.includes(" k/s") ? 1_000 : 1))(
-  document.querySelector("#events-note").textContent)"""
+  document.querySelector("#events-note").textContent.replace("at least ", ""))"""
 
 CONTRAST = """() => {
   const channels = text => text.match(/[\\d.]+/g).map(Number);
