@@ -236,15 +236,18 @@ class EtcdRegistration(HeldEntry):
         return await self._client.put_if(self._key, revision, self._key, payload, lease=self._lease)
 
     async def _beat(self) -> None:
-        pause_s = self._record.ttl_s / BEATS_PER_TTL
+        pause_s, failures = self._record.ttl_s / BEATS_PER_TTL, 0
         while not self._lost.is_set():
             await asyncio.sleep(pause_s)
             pause_s = self._record.ttl_s / BEATS_PER_TTL
             try:
                 await self._renew()
+                failures = 0
             except RegistryUnavailable as error:
                 _log.warning("heartbeat", f"{self._record.key}: {error}")
-                pause_s = min(pause_s, BACKOFF_S[-1])
+                # Two calls that wait for an election, and their pauses, must not outlast the lease.
+                pause_s = min(pause_s, BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+                failures += 1
 
     async def _renew(self) -> None:
         """Renew the lease; where the lease or the entry is not as we left it, enter again."""

@@ -254,6 +254,28 @@ async def test_failed_update_is_made_up_for(
     await wait_until(lambda: events and events[-1].record.info == {"port": 2})
 
 
+async def test_heartbeat_that_fails_is_soon_tried_again(
+    etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: two calls that wait for an election and the pauses between fit into a lease."""
+    tried_s: list[float] = []
+    keep_alive = EtcdClient.keep_alive
+
+    async def fails_at_first(client: EtcdClient, lease: int) -> bool:
+        tried_s.append(time.monotonic())
+        if len(tried_s) < 4:
+            raise RegistryUnavailable("no leader")
+        return await keep_alive(client, lease)
+
+    monkeypatch.setattr(EtcdClient, "keep_alive", fails_at_first)
+    registry = EtcdRegistry((etcd_server.server,), ttl_s=6.0, deadline_s=PATIENCE_S)
+    await registry.register("index", "h", "0")
+    await wait_until(lambda: len(tried_s) == 4)
+    await registry.close()
+    pause_s = 6.0 / etcd.BEATS_PER_TTL
+    assert tried_s[3] - tried_s[0] < pause_s, "three pauses are shorter than one of a lease"
+
+
 async def test_next_server_is_tried(etcd_server: EtcdServer) -> None:
     """Goal: one lost member of a cluster is not the loss of etcd."""
     servers = ("127.0.0.1:1", etcd_server.server)
