@@ -7,26 +7,13 @@ which `benchmarks/gpu.py` does without.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
+from kvbm_common.cuda.copies import Lent
 from kvbm_common.nixl.spans import Spans
 
 
-class Region(Protocol):
-    """One run of device memory: the piece of block `b` begins at `address + b * stride`."""
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def stride(self) -> int: ...
-
-    @property
-    def piece_bytes(self) -> int: ...
-
-
-def device_spans(regions: Sequence[Region], blocks: Sequence[int]) -> Spans:
+def device_spans(regions: Sequence[Lent], blocks: Sequence[int]) -> Spans:
     """Return where the pieces of the blocks are on the device, region by region."""
     ids = np.asarray(blocks, dtype=np.uint64)
     return _joined(
@@ -38,7 +25,7 @@ def device_spans(regions: Sequence[Region], blocks: Sequence[int]) -> Spans:
 
 
 def slot_spans(
-    regions: Sequence[Region],
+    regions: Sequence[Lent],
     slots: Sequence[int],
     *,
     arena_address: int,
