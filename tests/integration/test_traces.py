@@ -17,7 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.integration.running import Running, running
-from tests.integration.test_explain import ask
+from tests.integration.test_explain import ask, reasons
+from tests.integration.test_operators import Operator
 from tests.waiting import ask_until
 
 DEADLINE_S = 20
@@ -125,6 +126,7 @@ async def test_an_onboard_from_disk_is_one_trace(
     values = {
         "cpu_cache_gb": 0.02, "disk_cache_gb": 0.5, "disable_disk_offload_filter": True,
         "otlp_endpoint": collector.url,
+        "onboard_deadline_ms": 15_000,  # A disk under other tests' load may take seconds.
     }  # fmt: skip
     async with running(values, engines=1) as run:
         await ask(run, "stored", 1, 16)
@@ -137,6 +139,8 @@ async def test_an_onboard_from_disk_is_one_trace(
         for number in range(2, 31):
             await ask(run, f"filler-{number}", number, 16)
         await ask(run, "from-disk", 1, 16)
+        told = await Operator(run).reads("explain", "from-disk")
+        assert reasons(told) == [(16, "hit", "disk")]
         trace = collector.trace_of("from-disk")
     assert {name: who for name, (who, _) in trace.items()} == {
         "onboard": "sim-0", "lookup": "host-tier", "fill": "host-tier", "read": "disk-tier",

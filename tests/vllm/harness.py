@@ -31,7 +31,7 @@ from tests.vllm.conversation import Answer, Ask, Command, Reply
 START_DEADLINE_S = 120.0
 REPLY_DEADLINE_S = 120.0
 """The first forward pass of an engine takes seconds, on a starved machine a minute."""
-STACK_DEADLINE_S = 40.0
+STACK_DEADLINE_S = 95.0
 PATIENCE_MS = 10_000
 """For lookups and offers, unless time is the subject: on a machine with ten busy processes a
 service was not heard for 2.5 s."""

@@ -13,11 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvbm_cli import stack as stack_module
 from kvbm_cli.stack import NATS
 from kvbm_common.errors import KvbmError, ServiceFailed
 
-from tests.vllm import harness
 from tests.vllm.fuzz import plants
 from tests.vllm.fuzz.engines import Engines
 from tests.vllm.fuzz.fixtures import put_weights
@@ -27,7 +25,6 @@ from tests.vllm.fuzz.shapes import Shape
 from tests.vllm.harness import ROOT, LiveStack
 
 SERVICES = ("consolidator", "index", "host-tier", "disk-tier")
-READY_DEADLINE_S = 90.0
 OPEN_ATTEMPTS = 3
 CLONE_NEWNS = 0x20000
 SHM_MB = 512
@@ -66,9 +63,6 @@ class Lane(Engines):
     # --- its life ---------------------------------------------------------------------------
 
     def _open(self) -> None:
-        # Not our subject: how fast a service starts on a starved machine.
-        stack_module.READY_DEADLINE_S = READY_DEADLINE_S
-        harness.STACK_DEADLINE_S = READY_DEADLINE_S + 5
         self._copy_fixtures()
         with planted_services(self._plant):
             self.stack = LiveStack(dict(self.shape.stack), SERVICES)
@@ -234,7 +228,7 @@ class Lane(Engines):
         for kind in sorted(self.killed, key=lambda kind: kind != NATS):
             try:
                 self.stack.call(self.stack.stack.start(kind))
-                self.stack.call(self.stack.stack.wait_ready(kind, deadline_s=READY_DEADLINE_S))
+                self.stack.call(self.stack.stack.wait_ready(kind))
             except ServiceFailed as error:
                 if not self._fillers:
                     raise AssertionError(f"it does not start: {error}") from error
