@@ -166,16 +166,17 @@ def test_a_whole_tier_or_namespace(request_: RemoveRequest, left: set[int]) -> N
 
 
 def test_many_blocks_go_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain of five goes leaves first, two at a time: what is left stays in one piece."""
-    monkeypatch.setattr("kvbm_common.tier.admin.STEP_BLOCKS_MAX", 2)
+    """A chain of five goes leaves first, two at a time: what is left stays in one piece. Then a
+    step looks whether more has come."""
+    monkeypatch.setattr("kvbm_common.tier.removal.REMOVED_MAX", 2)
     host = Host(slots=8)
     host.store(1, 2, 3, 4, 5)
     request = RemoveRequest(prefix=name(1).hex())
     lefts = []
-    for more in (True, True, False):
+    for more in (True, True, True, False):
         assert admin(host, "evict", request, RemoveReply).more is more
         lefts.append(set(host.announced))
-    assert lefts == [{1, 2, 3}, {1}, set()]
+    assert lefts == [{1, 2, 3}, {1}, set(), set()]
 
 
 @pytest.mark.parametrize(

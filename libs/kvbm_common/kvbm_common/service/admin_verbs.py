@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,24 +15,37 @@ from kvbm_common.errors import DeadlineExceeded, RequestFailed
 from kvbm_common.nats.bus import VerbHandler
 from kvbm_common.runtime.metrics import Counter
 from kvbm_common.service.audit import Audit
-from kvbm_common.wire.admin import LogLevelReply, LogLevelRequest
+from kvbm_common.wire.admin import (
+    STEP_BLOCKS_MAX,
+    LogLevelReply,
+    LogLevelRequest,
+    RemoveReply,
+    RemoveRequest,
+)
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.operator_verbs import OPERATOR_VERBS, SERVICES, OperatorVerb
 from kvbm_common.wire.verbs import ErrorBody
 
+TURN_S = 0.5
+"""How long the core takes step after step of a removal for one request."""
+
 _log_level: JsonCodec[LogLevelRequest] = JsonCodec(LogLevelRequest)
+_remove_reply: JsonCodec[RemoveReply] = JsonCodec(RemoveReply)
+
+Ask = Callable[[str, Any], Awaitable[bytes]]
 
 
-def tier_verbs(
-    kind: str, ask: Callable[[str, Any], Awaitable[bytes]], audit: Audit
-) -> dict[str, VerbHandler]:
+def tier_verbs(kind: str, ask: Ask, audit: Audit) -> dict[str, VerbHandler]:
     """Return the verbs that a tier of this kind answers; `ask` has its core answer one."""
 
     def handler_of(verb: OperatorVerb) -> VerbHandler:
         codec: JsonCodec[Any] = JsonCodec(verb.request)
 
         async def handle(payload: bytes) -> bytes:
-            return await ask(verb.name, codec.decode(payload))
+            request = codec.decode(payload)
+            if isinstance(request, RemoveRequest):
+                return await _remove(ask, verb.name, request)
+            return await ask(verb.name, request)
 
         return audit.audited(verb.name, handle) if verb.is_change else handle
 
@@ -41,6 +55,16 @@ def tier_verbs(
         for verb in OPERATOR_VERBS
         if kind in verb.answered_by and verb.answered_by != SERVICES
     }
+
+
+async def _remove(ask: Ask, verb: str, request: RemoveRequest) -> bytes:
+    """Have the core take steps of a removal, between which it serves others, as one change."""
+    until_s, removed = time.monotonic() + TURN_S, 0
+    while True:
+        reply = _remove_reply.decode(await ask(verb, request))
+        removed += reply.removed
+        if not reply.more or removed >= STEP_BLOCKS_MAX or time.monotonic() >= until_s:
+            return msgspec.json.encode(msgspec.structs.replace(reply, removed=removed))
 
 
 async def answer_log_level(payload: bytes) -> bytes:

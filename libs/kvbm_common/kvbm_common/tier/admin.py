@@ -6,7 +6,7 @@ announces what has left it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol, assert_never
 
 from kvbm_common.checksum import unpack_sums
@@ -14,9 +14,9 @@ from kvbm_common.eviction import POLICIES
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.leases import Lease, LeaseTable
+from kvbm_common.tier.removal import REMOVED_MAX, Removal
 from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.admin import (
-    STEP_BLOCKS_MAX,
     BlockEntry,
     BlockLease,
     BlockReply,
@@ -48,6 +48,10 @@ PINNED_PART_MAX = 0.5
 """The part of the medium that pins may hold: a tier that can evict nothing takes nothing."""
 REASON = "admin"
 """The reason in the events that tell what has left."""
+REMOVALS_MAX = 8
+"""Selections that are removed at the same time: each takes up to 16 bytes a slot."""
+REMOVAL_IDLE_MS = 60_000
+"""A removal that is not asked for again in this time makes room for others."""
 
 
 class AdministeredTier(Protocol):
@@ -80,6 +84,7 @@ class TierAdmin:
     def __init__(self, tier: AdministeredTier, leases: LeaseTable) -> None:
         self._tier = tier
         self._leases = leases
+        self._removals = Removals()
 
     def answer(self, verb: str, request: TierRequest, now_ms: int) -> TierReply | ErrorBody:
         """Carry out a verb; raises IdentityError for an invalid hash."""
@@ -90,7 +95,8 @@ class TierAdmin:
                 name = hash_from_hex(request.hash)
                 return _block(tier.table, leases, tier.diary.entries(name), name, now_ms)
             case RemoveRequest():
-                return _remove(tier, request, now_ms, even_pinned=verb == "reset")
+                even_pinned = verb == "reset"
+                return _remove(tier, self._removals, request, now_ms, even_pinned=even_pinned)
             case PinRequest():
                 return _pin(tier.table, leases, request, now_ms)
             case UnpinRequest():
@@ -149,30 +155,79 @@ def _block_lease(lease: Lease, now_ms: int) -> BlockLease:
 
 
 def _remove(
-    tier: AdministeredTier, request: RemoveRequest, now_ms: int, *, even_pinned: bool
+    tier: AdministeredTier,
+    removals: Removals,
+    request: RemoveRequest,
+    now_ms: int,
+    *,
+    even_pinned: bool,
 ) -> RemoveReply | ErrorBody:
     selections = (request.hashes, request.prefix, request.namespace, request.everything or None)
     if sum(one is not None for one in selections) != 1:
         text = "give exactly one of hashes, prefix, namespace and everything"
         return ErrorBody(code="bad_selection", message=text, field="hashes")
+    if request.hashes is not None:
+        return _remove_named(tier, request.hashes, now_ms, even_pinned=even_pinned)
+    removal = removals.of(tier.table, request, now_ms, even_pinned=even_pinned)
+    if removal is None:
+        text = f"{REMOVALS_MAX} others are under way; ask again in a minute"
+        return ErrorBody(code="busy", message=text)
+    names, more = removal.step()
+    tier.remove(names, REASON, now_ms)
+    if not more:
+        removals.end(removal)
+    return RemoveReply(removed=len(names), kept=removal.kept, more=more)
+
+
+def _remove_named(
+    tier: AdministeredTier, hashes: Sequence[str], now_ms: int, *, even_pinned: bool
+) -> RemoveReply:
+    """Remove named blocks, at most as many as a request may name."""
     table = tier.table
-    removed, kept, more = list[SequenceHash](), 0, False
-    for name in _selected(table, request):
-        slot = table.find(name)
-        if slot is None:
-            continue
-        if not even_pinned and table.pin_count(slot):
-            kept += 1
-        elif len(removed) == STEP_BLOCKS_MAX:
-            more = True
-            break
-        else:
-            removed.append(name)
-    asked = hashes_from_hex(request.hashes or [])
+    asked = list(dict.fromkeys(hashes_from_hex(hashes)))
+    here = [(name, slot) for name in asked if (slot := table.find(name)) is not None]
+    removed = [name for name, slot in here if even_pinned or not table.pin_count(slot)]
     missing = [name.hex() for name in asked if table.find(name) is None]
     tier.remove(removed, REASON, now_ms)
-    assert all(table.find(name) is None for name in removed), "a removed block is still found"
-    return RemoveReply(removed=len(removed), kept=kept, missing=missing, more=more)
+    assert not any(map(table.holds, removed)), "a removed block is still found"
+    return RemoveReply(removed=len(removed), kept=len(here) - len(removed), missing=missing)
+
+
+class Removals:
+    """What operators remove in steps: each repeats its request until nothing is left."""
+
+    def __init__(self) -> None:
+        self._going: dict[tuple[object, ...], tuple[Removal, int]] = {}
+        """Selection → the removal, and when its last step was."""
+
+    def of(
+        self, table: SlotTable, request: RemoveRequest, now_ms: int, *, even_pinned: bool
+    ) -> Removal | None:
+        """Return the removal that a request begins or goes on with; None: there are too many."""
+        key = (request.prefix, request.namespace, even_pinned)
+        removal, _ = self._going.get(key, (None, 0))
+        if removal is None or removal.table is not table:
+            self._going = {
+                one: (other, last_ms)
+                for one, (other, last_ms) in self._going.items()
+                if now_ms - last_ms < REMOVAL_IDLE_MS
+            }
+            if len(self._going) >= REMOVALS_MAX:
+                return None
+            removal = Removal(
+                table,
+                prefix=None if request.prefix is None else hash_from_hex(request.prefix),
+                namespace=None if request.namespace is None else bytes.fromhex(request.namespace),
+                even_pinned=even_pinned,
+            )
+        self._going[key] = removal, now_ms
+        assert len(self._going) <= REMOVALS_MAX, f"{len(self._going)} removals are under way"
+        return removal
+
+    def end(self, removal: Removal) -> None:
+        """Forget a removal that is over."""
+        assert any(one is removal for one, _ in self._going.values()), "it is not under way"
+        self._going = {key: one for key, one in self._going.items() if one[0] is not removal}
 
 
 # --- pins -----------------------------------------------------------------------------------------
@@ -240,13 +295,13 @@ def _resize(tier: AdministeredTier, request: ResizeRequest, now_ms: int) -> Resi
         return ErrorBody(code="bad_size", message=text, field="slots")
     table.revive(max(0, request.slots - was))
     evicted = 0
-    while (surplus := _retire_down_to(table, request.slots)) and evicted < STEP_BLOCKS_MAX:
-        gone = tier.evict_idle(_count_in(table, surplus, STEP_BLOCKS_MAX - evicted), now_ms)
+    while (surplus := _retire_down_to(table, request.slots)) and evicted < REMOVED_MAX:
+        gone = tier.evict_idle(_count_in(table, surplus, REMOVED_MAX - evicted), now_ms)
         if not gone:
             break
         evicted += gone
-        assert evicted <= STEP_BLOCKS_MAX, f"{evicted} blocks are evicted in one step"
-    more = surplus > 0 and evicted >= STEP_BLOCKS_MAX
+        assert evicted <= REMOVED_MAX, f"{evicted} blocks are evicted in one step"
+    more = surplus > 0 and evicted >= REMOVED_MAX
     slots = table.usable_count
     assert slots <= capacity, f"{slots} slots of {capacity} are in use, {request.slots} were wanted"
     return ResizeReply(slots=slots, was=was, capacity=capacity, evicted=evicted, more=more)
@@ -288,30 +343,3 @@ def _use_policy(tier: AdministeredTier, request: PolicyRequest) -> PolicyReply |
 def _pin_entry(lease: Lease, now_ms: int) -> PinEntry:
     left_ms = lease.deadline_ms - now_ms
     return PinEntry(pin=lease.id, owner=lease.owner, blocks=len(lease.slots), left_ms=left_ms)
-
-
-def _selected(table: SlotTable, request: RemoveRequest) -> Iterator[SequenceHash]:
-    """Yield the blocks that a request means; some of them may not be here."""
-    if request.hashes is not None:
-        yield from dict.fromkeys(hashes_from_hex(request.hashes))
-    elif request.prefix is not None:
-        yield from _behind(table, hash_from_hex(request.prefix))
-    else:
-        namespace = bytes.fromhex(request.namespace) if request.namespace is not None else None
-        for block in table.each_block():
-            if namespace is None or block.namespace == namespace:
-                yield block.hash
-
-
-def _behind(table: SlotTable, root: SequenceHash) -> list[SequenceHash]:
-    """Return a block and all behind it, leaves first, so that what is left stays in one piece.
-
-    O(blocks of the tier): only an index would know a block's children.
-    """
-    children: dict[SequenceHash, list[SequenceHash]] = {}
-    for block in table.each_block():
-        children.setdefault(block.parent, []).append(block.hash)
-    found = [root]
-    for name in found:  # It grows while it is walked.
-        found += children.pop(name, [])
-    return found[::-1]

@@ -101,7 +101,8 @@ class RemoveRequest(_Change, frozen=True, kw_only=True):
 
 
 class RemoveReply(_Message, frozen=True, kw_only=True):
-    """`kept`: in use, so not evicted. With `more`, the same request goes on."""
+    """`kept`: in use, so not evicted. With `more`, the same request goes on, also if nothing was
+    removed yet: a tier of many blocks is looked through in steps."""
 
     removed: Natural
     kept: Natural = 0

@@ -44,6 +44,8 @@ from kvbm_metrics.shell.jobs import Job, Progress, Work
 
 PREFETCH_STEP_BLOCKS = 256
 """At 2 MiB a block half a GiB: a disk brings it within the deadline of one request."""
+IDLE_TURNS_MAX = 1_000
+"""A tier of ten million blocks looks at all of them in a tenth of these turns."""
 
 _any: JsonCodec[dict[str, Any]] = JsonCodec(dict[str, Any])
 _block: JsonCodec[BlockReply] = JsonCodec(BlockReply)
@@ -57,6 +59,12 @@ class UnknownInstance(KvbmError):
     """No registered service is meant by that."""
 
     code = "unknown_instance"
+
+
+class NoProgress(KvbmError):
+    """A tier says again and again that there is more to remove, and removes nothing."""
+
+    code = "no_progress"
 
 
 def targets(
@@ -123,15 +131,18 @@ def removing(
             try:
                 for part in parts:
                     request = msgspec.structs.replace(whole, hashes=part)
-                    more = True
+                    more, idle = True, 0
                     while more:
                         reply = await fleet.ask_instance(record, verb, request, _remove)
-                        # Without progress the same step would be repeated without end.
-                        more = reply.more and reply.removed > 0
+                        # A tier looks through many blocks in turns, and may remove none in one.
+                        idle = 0 if reply.removed else idle + 1
+                        more = reply.more
                         tally["removed"] += reply.removed
                         if not more:
                             tally["kept"] += reply.kept
                             tally["missing"] += len(reply.missing)
+                        elif idle >= IDLE_TURNS_MAX:
+                            raise NoProgress(f"nothing was removed in {idle} turns")
                         yield tally
             except KvbmError as error:  # What does not answer is not asked for the other parts.
                 job.errors[record.key] = f"{error.code}: {error}"

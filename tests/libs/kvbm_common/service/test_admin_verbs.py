@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from kvbm_common.errors import DeadlineExceeded, RequestFailed
+from kvbm_common.nats.bus import VerbHandler
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.service.admin_verbs import CoreAnswers
+from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
+from kvbm_common.service.audit import Audit
+from kvbm_common.wire.admin import STEP_BLOCKS_MAX, RemoveReply, RemoveRequest
 from kvbm_common.wire.verbs import ErrorBody, ReleaseReply
 
 from tests.waiting import wait_until
@@ -53,3 +57,46 @@ async def test_an_error_is_raised_and_a_late_answer_counted() -> None:
         await answers.ask(asked.append, deadline_s=0.01)
     answers.give(asked[0], ReleaseReply(valid=True))
     assert metrics.value("kvbm_x_total", reason="answer_too_late") == 1
+
+
+class Written(Audit):
+    """Keeps what would be written."""
+
+    def __init__(self) -> None:
+        self.verbs: list[str] = []
+
+    def audited(self, verb: str, handler: VerbHandler) -> VerbHandler:
+        async def handle(payload: bytes) -> bytes:
+            reply = await handler(payload)
+            self.verbs.append(verb)
+            return reply
+
+        return handle
+
+
+@pytest.mark.parametrize(
+    ("steps", "removed", "more", "asked"),
+    [
+        ([(0, True), (0, True), (3, True), (2, False)], 5, False, 4),
+        ([(STEP_BLOCKS_MAX - 1, True), (1, True), (1, True)], STEP_BLOCKS_MAX, True, 2),
+    ],
+    ids=["all", "enough for one request"],
+)
+async def test_the_steps_of_a_removal_are_one_change(
+    steps: list[tuple[int, bool]], removed: int, more: bool, asked: int
+) -> None:
+    """A core answers step by step; the operator has one answer, and the audit one entry."""
+    said: list[str] = []
+
+    async def ask(verb: str, request: RemoveRequest) -> bytes:
+        assert request.everything
+        step, goes_on = steps[len(said)]
+        said.append(verb)
+        return msgspec.json.encode(RemoveReply(removed=step, kept=len(said), more=goes_on))
+
+    audit = Written()
+    evict = tier_verbs("host-tier", ask, audit)["evict"]
+    reply = await evict(msgspec.json.encode(RemoveRequest(everything=True)))
+    expected = RemoveReply(removed=removed, kept=asked, more=more)
+    assert msgspec.json.decode(reply, type=RemoveReply) == expected
+    assert (said, audit.verbs) == (["evict"] * asked, ["evict"])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.admin import TierAdmin
+from kvbm_common.tier.admin import REMOVAL_IDLE_MS, REMOVALS_MAX, TierAdmin
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.leases import LeaseTable
+from kvbm_common.tier.removal import REMOVED_MAX
 from kvbm_common.tier.slots import Block, SlotTable
-from kvbm_common.wire.admin import STEP_BLOCKS_MAX, ResizeReply, ResizeRequest
+from kvbm_common.wire.admin import RemoveReply, RemoveRequest, ResizeReply, ResizeRequest
+from kvbm_common.wire.verbs import ErrorBody
 
 from tests.libs.helpers import NAMESPACE, name
 
@@ -24,7 +27,7 @@ FIRST_UNITS = 16
 class Tier:
     """A table of `slots` slots of 64 KiB, with blocks of any size."""
 
-    policy_name, draining = "lru", False
+    policy_name, draining, now_ms = "lru", False, 0
 
     def __init__(self, slots: int) -> None:
         layout = Layout.of(FIRST_UNITS * UNIT_BYTES, slots)
@@ -93,7 +96,36 @@ def test_a_large_resize_goes_on_in_further_steps() -> None:
     tier = Tier(1024)
     held = tier.fill(1)
     reply = tier.resize(512)
-    assert (reply.evicted, reply.more) == (STEP_BLOCKS_MAX, True)
-    again = tier.resize(512)
-    assert (again.was, again.slots, again.more) == (reply.slots, 512, False)
+    steps = 1
+    while reply.more:
+        assert reply.evicted == REMOVED_MAX
+        was, reply, steps = reply.slots, tier.resize(512), steps + 1
+        assert reply.was == was
+    assert (reply.slots, steps) == (512, 512 * FIRST_UNITS // REMOVED_MAX)
     assert held - len(tier.table) == 512 * FIRST_UNITS
+
+
+def remove(tier: Tier, verb: str, **selection: Any) -> RemoveReply:
+    """The answer to a step of a removal."""
+    reply = tier.admin.answer(verb, RemoveRequest(**selection), tier.now_ms)
+    assert isinstance(reply, RemoveReply), reply
+    return reply
+
+
+def test_so_many_removals_go_on_at_the_same_time() -> None:
+    """Each goes on where it was. One more is refused, until one of them was left alone."""
+    tier = Tier(1024)
+    held = tier.fill(1)
+    others = [f"{number:064x}" for number in range(REMOVALS_MAX - 1)]
+    for namespace in others:
+        assert remove(tier, "evict", namespace=namespace).more
+    reply = remove(tier, "evict", everything=True)
+    assert (reply.removed, reply.more) == (REMOVED_MAX, True)
+    refused = tier.admin.answer("reset", RemoveRequest(everything=True), tier.now_ms)
+    assert isinstance(refused, ErrorBody)
+    assert refused.code == "busy"
+    tier.now_ms = REMOVAL_IDLE_MS
+    while reply.more:
+        reply = remove(tier, "evict", everything=True)
+    assert len(tier.table) == 0 < held
+    assert remove(tier, "reset", everything=True).removed == 0, "the others have made room"
