@@ -46,6 +46,8 @@ TABLE_ROWS = 65_536
 """Rows of one wave: 1.5 MiB of table, 512 MiB of 8 KiB rows."""
 POLL_S = 0.00005
 """Between two looks at the events in flight."""
+LATE_LOOK_S = 0.01
+"""Between two looks at the deadlines of what waits for a stream that stands still."""
 CLOSE_DEADLINE_S = 5.0
 ROW_BYTES = 24
 NOTHING = Copies(np.empty((0, 3), dtype=np.uint64))
@@ -108,6 +110,7 @@ class DeviceMover:
         self._jobs = 0
         self._work = threading.Condition()
         self._closing = False
+        self._late_look = 0.0
         self._over: Future[None] = Future()
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -272,6 +275,22 @@ class DeviceMover:
             assert slot.wave is not None
             if not slot.wave.job.failed and now > slot.wave.job.deadline:
                 self._fail(slot.wave.job, TransferTimeout, "the deadline passed in flight")
+        if now >= self._late_look and self._has_work():
+            self._late_look = now + LATE_LOOK_S
+            self._fail_waiting(now)
+
+    def _fail_waiting(self, now: float) -> None:
+        """Fail the late jobs that wait: a stream that stands still begins none."""
+        for wave in self._divided:
+            if now > wave.job.deadline:
+                self._fail(wave.job, TransferTimeout, "the deadline passed in the queue")
+        with self._work:
+            late = [job for job in self._waiting if now > job.deadline]
+            for job in late:
+                self._waiting.remove(job)
+        for job in late:
+            self._fail(job, TransferTimeout, "the deadline passed in the queue")
+            self._wave_ended(job)
 
     def _is_done(self, slot: _Slot) -> bool:
         try:

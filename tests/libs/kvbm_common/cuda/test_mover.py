@@ -10,7 +10,7 @@ from kvbm_common.cuda import measure as measure_module
 from kvbm_common.cuda import mover as mover_module
 from kvbm_common.cuda.copies import Copies
 from kvbm_common.cuda.measure import PIECES_BYTES, Rate, choose, describe, measure
-from kvbm_common.cuda.mover import DeviceMover
+from kvbm_common.cuda.mover import WAVES_IN_FLIGHT, DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, CudaUnavailable
 from kvbm_common.nixl.transfers import MoverClosed, TransferFailed, TransferTimeout
@@ -184,6 +184,29 @@ def test_a_late_copy_is_not_settled_before_it_ends(
     assert raised.value.settling is not None
     raised.value.settling.result(DEADLINE_S)
     assert device[:256].all()
+
+
+def test_what_waits_behind_a_device_that_stands_still_is_late_too(
+    memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
+) -> None:
+    """More jobs than may fly: each is told at its deadline, and those that have not begun are
+    settled then. Their bytes never come."""
+    host, device = memory
+    runtime = FakeRuntime(moves=False)
+    mover = make(runtime, movers)
+    flying = [mover.move(pieces(host, device, 64, 1), deadline_s=DEADLINE_S)
+              for _ in range(WAVES_IN_FLIGHT)]  # fmt: skip
+    wait_for(flying[-1].running)
+    late = [mover.move(pieces(host, device, 64, 4), deadline_s=0.01) for _ in range(3)]
+    for job in late:
+        with pytest.raises(TransferTimeout, match="in the queue") as raised:
+            job.result(DEADLINE_S)
+        assert raised.value.settling is not None
+        raised.value.settling.result(DEADLINE_S)
+    runtime.moves = True
+    for job in flying:
+        job.result(DEADLINE_S)
+    assert not device[64:].any()
 
 
 def test_a_call_that_fails_fails_the_job(
