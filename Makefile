@@ -9,7 +9,7 @@ export UCX_MODULES ?= ^ib
 # Tests start hundreds of processes; without what was compiled before, each compiles all it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-upgrade test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-peers bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle bench-step lint wheels test-wheels version lock mutants soak sbom audit
+.PHONY: help setup demo test test-upgrade test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-peers bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle bench-step bench-pauses lint wheels test-wheels version lock mutants soak sbom audit
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -140,6 +140,9 @@ bench-index: setup ## the index against Dynamo's RadixTree, from the wheel on Py
 
 bench-disk: setup ## the disk tier in several block sizes, beside fio and plain NIXL; restarts
 	$(PY) -m benchmarks disk restart
+
+bench-pauses: setup ## how long verbs and restarts hold tiers of a million blocks: the longest wait for a lookup
+	$(PY) -m benchmarks pauses $(ARGS)
 
 bench-scale: setup ## two host tiers beside one, three index replicas beside one, and a million blocks that move
 	$(PY) -m benchmarks scale

@@ -19,11 +19,12 @@ NAMES = (
 ON_DEMAND = (
     *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste", "idle"),
     *("secured", "load_or_compute", "route", "step", "registry", "fleet", "peers", "multi_round"),
-    *("hints", "resume"),
+    *("hints", "resume", "pauses"),
 )
 """Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
 bench-disk`, `make bench-scale`, `make bench-objects`, `make bench-idle`, `make bench-step`, `make
-bench-peers`. `hints` needs recorded agents (`benchmarks/hints.py`), `resume` a vLLM."""
+bench-peers`, `make bench-pauses`. `hints` needs recorded agents (`benchmarks/hints.py`), `resume` a
+vLLM."""
 OWN_TABLES = ("peers",)
 """Have more columns than value and reference, and keep their figures themselves."""
 
