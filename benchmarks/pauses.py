@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import msgspec
-from kvbm_cli.demo.check import StackView
+from kvbm_cli.demo.check import StackView, wait_until
 from kvbm_cli.stack import Stack
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
@@ -174,10 +175,10 @@ class Bench:
             prefix = RemoveRequest(prefix=f"{1:032x}", actor="bench")
             namespace = RemoveRequest(namespace=other, actor="bench")
             for what, work in {
-                "evict of a prefix": lambda tier=tier, one=prefix: self._remove(tier, one),
-                "reset of a namespace": lambda tier=tier, one=namespace: self._remove(tier, one),
-                "policy lru, then adaptive": lambda tier=tier: self._policies(tier),
-                "resize by a tenth and back": lambda tier=tier: self._resize(tier),
+                "evict of a prefix": partial(self._remove, tier, prefix),
+                "reset of a namespace": partial(self._remove, tier, namespace),
+                "policy lru, then adaptive": partial(self._policies, tier),
+                "resize by a tenth and back": partial(self._resize, tier),
             }.items():
                 rows += await self._during(f"{tier}: {what}", work)
         rows += await self._during("a disk tier dies and comes back", self._restart)
@@ -189,9 +190,11 @@ class Bench:
 
     async def settle(self) -> None:
         """Wait until the disk tier has written what there is."""
-        async with asyncio.timeout(FILL_DEADLINE_S):
-            while (await self._stats()).figures["writes_pending"]:
-                await asyncio.sleep(1.0)
+
+        async def is_written() -> bool:
+            return not (await self._stats()).figures["writes_pending"]
+
+        await wait_until(is_written, "the disk tier is writing", deadline_s=FILL_DEADLINE_S)
 
     async def _during(self, what: str, work: Callable[[], Awaitable[object]]) -> list[Row]:
         for waits in (self._lookups, self._machine, self._disk):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm_common.eviction import EvictionPolicy
+from kvbm_common.eviction.succession import Succession
 from kvbm_common.tier.blocks import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slabs import SizeClass, Slab, SlabState
@@ -45,7 +46,9 @@ class SlabPool:
         self.slab_of: list[Slab] = []
         """Slot → its slab."""
         self.policy_of: list[EvictionPolicy] = []
-        """Slot → the policy of its class for the tenant of its block."""
+        """Slot → the policy that has its block: of its class, for its tenant."""
+        self.has_switched = False
+        """The policy was switched: some of `policy_of` may be former ones."""
         self.used: list[int] = []
         """Slot → the clock at the last use of its block."""
         self.clock = 0
@@ -108,21 +111,15 @@ class SlabPool:
         self.sizes[slot_bytes] = size
         return size
 
-    def use_policy(
-        self, make: MakePolicy, learn: Callable[[EvictionPolicy, EvictionPolicy], None]
-    ) -> None:
-        """Give every class and tenant another policy; `learn` hands it the old one's blocks."""
+    def use_policy(self, make: MakePolicy) -> None:
+        """Give every class and tenant another policy, which takes over from the one before."""
         self._make = make
         for size in self.sizes.values():
-            new: dict[EvictionPolicy, EvictionPolicy] = {}
             for tenant, old in size.policies.items():
                 policy = make(self.layout.total_bytes // size.slot_bytes)
-                learn(old, policy)
-                new[old] = size.policies[tenant] = policy
+                size.policies[tenant] = Succession(policy, old)
             size.policy = size.policies[self._tenants.unnamed]
-            for slab in size.slabs.values():
-                olds = self.policy_of[slab.slots]
-                self.policy_of[slab.slots] = [new[old] for old in olds]
+        self.has_switched = True
 
     def policy_for(self, size: SizeClass, tenant: Tenant) -> EvictionPolicy:
         """Return the policy of a tenant's blocks in a class."""

@@ -119,7 +119,7 @@ class SlotPins(TenantSlots):
     ) -> Iterable[tuple[EvictionPolicy, Sequence[SequenceHash]]]:
         """Return the names of blocks in these slots by the policy that has them, in their order."""
         assert len(slots) == len(names), f"{len(names)} names of {len(slots)} slots"
-        if len(sizes := self.pool.sizes) == 1:
+        if len(sizes := self.pool.sizes) == 1 and not self.pool.has_switched:
             [size] = sizes.values()
             if len(size.policies) == 1:  # In the common case.
                 return [(size.policy, names)]
@@ -144,7 +144,9 @@ class SlotPins(TenantSlots):
         if self._discarded:
             gone = [slot for slot in ended if slot in self._discarded]
             ended = [slot for slot in ended if slot not in self._discarded]
-        for policy, ours in self._by_policy(ended, self._names_in(ended)):
+        names = self._names_in(ended)
+        self._hand_over(ended, names, held=True)
+        for policy, ours in self._by_policy(ended, names):
             policy.free_all(ours)
         for slot in gone:
             self._discarded.remove(slot)
@@ -172,8 +174,28 @@ class SlotPins(TenantSlots):
         if any(map(pins.__getitem__, slots)):
             free = [at for at, slot in enumerate(slots) if not pins[slot]]
             slots, names = [slots[at] for at in free], [names[at] for at in free]
+        self._hand_over(slots, names, held=False)
         for policy, ours in self._by_policy(slots, names):
             policy.renew_all(ours)
+
+    def _hand_over(
+        self, slots: Sequence[int], names: Sequence[SequenceHash], *, held: bool
+    ) -> None:
+        """Give blocks that a former policy has to the one in force, before they are freed."""
+        if not self.pool.has_switched:
+            return
+        policy_of = self.pool.policy_of
+        for slot, name in zip(slots, names, strict=True):
+            former, policy = policy_of[slot], self._policy_in_force(slot)
+            if former is policy:
+                continue
+            if held:
+                former.free(name)
+            former.forget(name)
+            policy.admit(name, self.block(slot).parent)
+            if held:
+                policy.hold(name)
+            policy_of[slot] = policy
 
     def _empty(self, slot: int) -> None:
         raise NotImplementedError

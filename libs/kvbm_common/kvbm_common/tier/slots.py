@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from kvbm_common.eviction import EvictionPolicy
+from kvbm_common.eviction.succession import Succession
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
 from kvbm_common.tier.layout import Layout
@@ -27,6 +28,10 @@ RENEWED_PER_BLOCK = 64
 """A chain is renewed for blocks behind it if it has no more than so many for each: its walk takes
 0.2 µs a block. A few decoded tokens behind a long prompt are not worth it. The chains behind which
 a batch comes share this evenly, so that no commit takes longer."""
+
+FORMERS_MAX = 4
+"""Policies before the one in force that may have blocks left: each has an operator's switch behind
+it, since when not all of its blocks have left or been used."""
 
 
 class SlotTable(SlotPins):
@@ -179,6 +184,9 @@ class SlotTable(SlotPins):
         policy_of, used, clock = self.pool.policy_of, self.pool.used, self.pool.clock
         self._come(entries)
         self._move_all([slot for slot, _ in entries], "register")
+        if self.pool.has_switched:
+            for slot, _ in entries:
+                policy_of[slot] = self._policy_in_force(slot)
         for slot, block in entries:
             name = block.hash
             assert staged.get(slot) == name, f"slot {slot} was not staged for this block"
@@ -292,22 +300,26 @@ class SlotTable(SlotPins):
         return (before - self.pool.retired_bytes) // self.pool.layout.slot_bytes
 
     def use_policy(self, make: MakePolicy) -> None:
-        """Have another policy choose from now on. It learns the blocks in the old one's order.
+        """Have another policy choose from now on. Blocks come to it when they are used again.
 
-        O(blocks). What the old one knew beyond the order (counts, chances to return) is lost.
+        Until then they leave first, in the order of the policy that had them.
         """
-        held = [(name, slot) for name, slot in self._slot.items() if self._pins[slot]]
+        self.pool.use_policy(make)
+        for size in self.pool.sizes.values():
+            for policy in size.policies.values():
+                if isinstance(policy, Succession) and len(policy.formers) > FORMERS_MAX:
+                    self._join_formers(policy.formers)
 
-        def learn(old: EvictionPolicy, policy: EvictionPolicy) -> None:
-            assert len(policy) == 0, "a policy that knows blocks is no new one"
-            ours = [name for name, slot in held if self.pool.policy_of[slot] is old]
-            for name in (*old.victims(len(old)), *ours):  # Held: the last to go.
-                policy.admit(name, self.block(self._slot[name]).parent)
-            for name in ours:
-                policy.hold(name)
-            assert len(policy) == len(old), f"{len(policy)} of {len(old)} are free"
-
-        self.pool.use_policy(make, learn)
+    def _join_formers(self, formers: list[EvictionPolicy]) -> None:
+        """Give the blocks of the smallest former policy to the one before it. O(its blocks)."""
+        at = min(range(1, len(formers)), key=lambda one: len(formers[one]))
+        older, joined = formers[at - 1], formers.pop(at)
+        for name in joined.victims(len(joined)):
+            slot = self._slot[name]
+            joined.forget(name)
+            older.admit(name, self.block(slot).parent)
+            self.pool.policy_of[slot] = older
+        assert len(joined) == 0, f"{len(joined)} free blocks have no policy"
 
     def _empty(self, slot: int) -> None:
         left = self.block(slot)

@@ -14,6 +14,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbm_common.eviction import EvictionPolicy
+from kvbm_common.eviction.succession import Succession
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tenant_tag import tenant_tag
 from kvbm_common.tier.blocks import Block, BlockColumns
@@ -91,6 +93,12 @@ class TenantSlots(SlotRecords):
         self.count_unnamed()
         return worst_first(self.tenants, size.policies, count, size.slot_bytes, may_leave)
 
+    def _policy_in_force(self, slot: int) -> EvictionPolicy:
+        """Return the policy to which the block in a slot comes when it is used."""
+        size = self.pool.slab_of[slot].size
+        assert size is not None, f"slot {slot} is of no class"
+        return size.policies[self._owner.get(slot, self.tenants.unnamed)]
+
     # --- blocks come and leave --------------------------------------------------------------
 
     def _come(self, entries: Sequence[tuple[int, Block]]) -> None:
@@ -160,7 +168,10 @@ class TenantSlots(SlotRecords):
             counts[tenant] += 1
             size = self.pool.slab_of[slot].size
             assert size is not None, f"slot {slot} is of no class"
-            assert self.pool.policy_of[slot] is size.policies[tenant], f"slot {slot} of {tenant}"
+            policy, ours = self.pool.policy_of[slot], size.policies[tenant]
+            # A held block comes to the policy in force when it is freed.
+            is_left = isinstance(ours, Succession) and (self._pins[slot] or ours.knows(policy))
+            assert policy is ours or is_left, f"slot {slot} of {tenant}"
             tag = tenant_tag(block.namespace)
             assert bool(tag) == (tenant is not self.tenants.unnamed), f"{block} is of {tenant}"
             assert tenant.tag in (tag, b""), f"{block} is of {tenant}"
