@@ -221,7 +221,7 @@ class DeclaredSettings(AccessSettings):
         help="Read blocks that this host has not from the host tiers of other hosts.")
     peer_deadline_ms: int = setting(
         "KVBM_PEER_DEADLINE_MS", 1000, schema.integer(10, 60_000), section="transfers", unit="ms",
-        help="How long a batch may take to come from another host; an onboard ends earlier.")
+        help="How long a batch may take to come from another host, counted from its start.")
     peer_pulls_max: int = setting(
         "KVBM_PEER_PULLS_MAX", 4, schema.integer(1, 64), section="transfers",
         help="How many batches come from other hosts at the same time.")

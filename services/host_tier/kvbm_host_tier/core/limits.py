@@ -23,7 +23,8 @@ class HostTierLimits:
     transfers_max: int = 4
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """Fills from disk and pulls have more blocks when they are small: `blocks.batch_blocks`."""
+    """Fills from disk, pulls, and batches from peers have more blocks when they are small:
+    `blocks.batch_blocks`."""
     copied_least: int = 64
     """Slots that a copier may pin in any arena: what the disk tier has in flight."""
     offers_max: int = 1024
@@ -39,6 +40,7 @@ class HostTierLimits:
     peer_pulls_max: int = 4
     """Batches that are read from other hosts at the same time; 0: no block is read from them."""
     peer_deadline_ms: int = 1000
+    """How long a batch may take from its start."""
     explain_requests: int = 100_000
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
     recompute_tokens_per_s: float = 0.0

@@ -25,7 +25,7 @@ from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.known_runs import Run
 from kvbm_host_tier.core.limits import Means
-from kvbm_host_tier.core.load_cost import LoadCost
+from kvbm_host_tier.core.load_cost import NO_LOOKUP, LoadCost
 from kvbm_host_tier.core.lower_tier_view import Namespaces
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed, ToEngine
@@ -40,16 +40,9 @@ class Onboard:
     """All lookups that are not answered yet."""
 
     def __init__(
-        self,
-        held: HeldBlocks,
-        below: LowerTiers,
-        fills: Fills,
-        peers: Peers,
-        answers: Answers,
-        waiting: Waiting,
-        cost: LoadCost,
-        means: Means,
-    ) -> None:
+        self, held: HeldBlocks, below: LowerTiers, fills: Fills, peers: Peers, answers: Answers,
+        waiting: Waiting, cost: LoadCost, means: Means,
+    ) -> None:  # fmt: skip
         assert means.limits.lookups_max >= 0
         self._held, self._table = held, held.table
         self._below = below
@@ -80,12 +73,7 @@ class Onboard:
     # --- the beginning ----------------------------------------------------------------------
 
     def looked_up(
-        self,
-        connection: bytes,
-        asked: Lookup,
-        run: Run,
-        engine: Engine,
-        now_ms: int,
+        self, connection: bytes, asked: Lookup, run: Run, engine: Engine, now_ms: int
     ) -> None:
         """Find the longest run of these blocks that an engine can have."""
         assert engine.id.incarnation == asked.incarnation, engine.label
@@ -264,28 +252,33 @@ class Onboard:
         self._admit(lookup.hashes[start:], lookup.slots[start:])
         below = dict.fromkeys(name for name in brought if self._below.usable(name, now_ms, own))
         self._fills.start(list(below), lookup, now_ms)
-        pulls = [name for name in brought if name not in below]
-        batch_max = self._limits.batch_blocks_max
-        for first in range(0, len(pulls), batch_max):
-            names = pulls[first : first + batch_max]
-            slots = self._held.stage(names, lookup.block_bytes, f"from {peer}", now_ms)
-            lent = dict(zip(names, slots, strict=True))
-            self._peers.pull(
-                peer, lent, now_ms, size=lookup.block_bytes, until_ms=lookup.answer_by_ms,
-                trace=lookup.trace,
-            )  # fmt: skip
+        self._peers.start(peer, [name for name in brought if name not in below], lookup, now_ms)
         self._await_blocks(lookup_id, lookup, min(start, lookup.run_blocks))  # Perhaps it was cut.
-        self._take_outcomes(self._peers.advance(now_ms), now_ms)
+        self._start_pulls(now_ms)
 
     def peer_pulled(self, event: PeerPulled, now_ms: int) -> None:
         """Take in what a pull has brought, and start the next one."""
         self._take_outcomes(self._peers.pulled(event, now_ms), now_ms)
-        self._take_outcomes(self._peers.advance(now_ms), now_ms)
+        self._start_pulls(now_ms)
 
     def peer_pull_failed(self, event: PeerPullFailed, now_ms: int) -> None:
         """Cut the lookups that wait for a failed pull, and start the next one."""
         self._take_outcomes(self._peers.failed(event, now_ms), now_ms)
-        self._take_outcomes(self._peers.advance(now_ms), now_ms)
+        self._start_pulls(now_ms)
+
+    def _start_pulls(self, now_ms: int) -> None:
+        self._take_outcomes(self._peers.advance(now_ms, self._is_awaited), now_ms)
+
+    def _is_awaited(self, names: Sequence[SequenceHash], *, tries: bool) -> bool:
+        """Tell whether a lookup still waits for one of these blocks, or, with `tries`, a try."""
+        for name in names:
+            for lookup_id, index in self._waiting.of(name):
+                lookup = self._lookups.get(lookup_id)
+                if lookup is not None and index < lookup.run_blocks:
+                    return True
+                if tries and (lookup_id, index) == NO_LOOKUP:
+                    return True
+        return False
 
     def _take_outcomes(self, outcomes: Iterable[Outcome], now_ms: int) -> None:
         for name, slot, outcome in outcomes:
@@ -367,7 +360,8 @@ class Onboard:
                 place = self._below.medium_of(lookup.hashes[at]) or "remote"
                 lookup.cut(at, "deadline", self._table, place)
             self._answers.give(lookup, now_ms)
-        self._take_outcomes(self._peers.advance(now_ms), now_ms)
+        self._take_outcomes(self._peers.drop_unwanted(now_ms, self._is_awaited), now_ms)
+        self._start_pulls(now_ms)
         assert all(now_ms < lookup.answer_by_ms for lookup in self._lookups.values())
 
     def end_engine(self, engine_id: EngineId, now_ms: int) -> None:

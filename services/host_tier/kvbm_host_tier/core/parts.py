@@ -76,7 +76,7 @@ class Parts:
         self.offload = Offload(held, self.engines, means)
         self.load_times = times = LoadTimes()
         self.fills = Fills(held, below, times, means, epoch=epoch)
-        self.peers = Peers(held.table, arena, times, means)
+        self.peers = Peers(held, arena, times, means)
         self.waiting = waiting = Waiting(findable)
         cost = LoadCost(held.table, below, waiting, times, means)
         self.onboard = Onboard(

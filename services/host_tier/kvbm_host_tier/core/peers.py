@@ -5,26 +5,25 @@ that has the longest part of it, and whose breaker is closed, is asked for it in
 
 The slots of a batch stay staged from QUEUED until it has ended. Wrong bytes are never committed:
 blocks are compared with the checksums that the peer computed when they came into its memory. The
-states of a pull are drawn in `docs/state_machines.md`.
+parts of a pull are in `peer_pulls`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from typing import Protocol
 
-from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import batch_blocks
 from kvbm_common.tier.breaker import Breaker, BreakerState
 from kvbm_common.tier.failed_blocks import FailedBlocks
-from kvbm_common.tier.machine import Machine
-from kvbm_common.tier.parts import is_divisible
-from kvbm_common.tier.slots import Block, SlotTable
+from kvbm_common.tier.slots import Block
 
 from kvbm_host_tier.core.arena import Arena
+from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means, reason_key
-from kvbm_host_tier.core.load_times import Loading, LoadTimes
+from kvbm_host_tier.core.load_times import LoadTimes
+from kvbm_host_tier.core.open_lookup import OpenLookup
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
@@ -32,10 +31,10 @@ from kvbm_host_tier.core.peer_messages import (
     PeerId,
     PeerPulled,
     PeerPullFailed,
-    PulledBlock,
     PullFromPeer,
     ReleaseAtPeer,
 )
+from kvbm_host_tier.core.peer_pulls import PEER_PULL, PeerPull, PeerPullState, PullQueue, verdict
 
 QUESTIONS_MAX = 64
 """Open questions to the index: one that is further behind would answer too late."""
@@ -47,55 +46,17 @@ AVOID_MS = 30_000
 """How long a block is not asked for after it came with wrong bytes."""
 AVOID_MAX = 65_536
 NOT_THE_PEERS_FAULT = ("gone", "bus_unavailable", "door_closed", "stale_epoch")
-
-
-class PeerPullState(Enum):
-    """The states of a pull."""
-
-    QUEUED = "queued"
-    FLYING = "flying"
-    SETTLED = "settled"
-    """The read is known to have settled, and not yet known to have failed."""
-    UNSETTLED = "unsettled"
-    """The read has failed, and late bytes may still reach its slots."""
-
-    __hash__ = object.__hash__  # Enum's own is written in Python.
-
-
-PEER_PULL = Machine(
-    "peer pull",
-    {
-        (None, "queued"): PeerPullState.QUEUED,
-        (PeerPullState.QUEUED, "started"): PeerPullState.FLYING,
-        (PeerPullState.QUEUED, "given up"): None,
-        (PeerPullState.FLYING, "pulled"): None,
-        (PeerPullState.FLYING, "failed, settled"): None,
-        (PeerPullState.FLYING, "failed"): PeerPullState.UNSETTLED,
-        (PeerPullState.FLYING, "settled"): PeerPullState.SETTLED,
-        (PeerPullState.SETTLED, "failed, settled"): None,
-        (PeerPullState.UNSETTLED, "settled"): None,
-    },
-)
-
-
-@dataclass(slots=True)
-class PeerPull:
-    """A batch: blocks of a peer, and the slots here that they are read into."""
-
-    peer: PeerId
-    names: tuple[SequenceHash, ...]
-    slots: tuple[int, ...]
-    slot_bytes: int
-    until_ms: int
-    loading: Loading
-    trace: str = ""
-    state: PeerPullState = PeerPullState.QUEUED
-
-
 _IN_FLIGHT = (PeerPullState.FLYING, PeerPullState.SETTLED)
 
 Outcome = tuple[SequenceHash, int, Block | str]
 """A block, its slot, and the block as it was committed, or the reason why it did not come."""
+
+
+class IsAwaited(Protocol):
+    """The question whether a lookup waits for one of some blocks, or, with `tries`, a try does."""
+
+    def __call__(self, names: Sequence[SequenceHash], *, tries: bool) -> bool:
+        """Return whether one of these blocks is awaited."""
 
 
 class Peers:
@@ -103,13 +64,13 @@ class Peers:
 
     def __init__(
         self,
-        table: SlotTable,
+        held: HeldBlocks,
         arena: Arena,
         times: LoadTimes,
         means: Means,
     ) -> None:
         assert means.limits.peer_pulls_max >= 0
-        self._table = table
+        self._held, self._table = held, held.table
         self._arena = arena
         self._times = times
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
@@ -119,8 +80,7 @@ class Peers:
         self._questions: set[int] = set()
         self._next_id = 1
         self._pulls: dict[int, PeerPull] = {}
-        self._queue: deque[int] = deque()
-        """The pulls that are QUEUED, the oldest first."""
+        self._queue = PullQueue()
         self._flying = 0
         """The pulls that are FLYING or SETTLED."""
         self._wrong = FailedBlocks(AVOID_MAX)
@@ -220,48 +180,64 @@ class Peers:
 
     # --- pulls ------------------------------------------------------------------------------
 
-    def pull(
-        self,
-        peer: PeerId,
-        slots: dict[SequenceHash, int],
-        now_ms: int,
-        *,
-        size: int,
-        until_ms: int,
-        trace: str = "",
+    def start(
+        self, peer: PeerId, names: Sequence[SequenceHash], lookup: OpenLookup, now_ms: int
     ) -> None:
-        """Have blocks of a size read into staged slots, by a pull that `advance` starts."""
-        assert slots
-        until_ms = min(until_ms, now_ms + self._limits.peer_deadline_ms)
-        number, staged = self._take_id(), tuple(slots.values())
-        slot_bytes = self._table.slot_bytes(staged[0])
-        loading = self._times.begin("remote", len(slots) * size, now_ms)
-        self._pulls[number] = PeerPull(
-            peer, tuple(slots), staged, slot_bytes, until_ms, loading, trace
-        )
-        self._queue.append(number)
+        """Have blocks of a lookup read into slots, by pulls that `advance` starts."""
+        size = lookup.block_bytes
+        assert size or not names, f"{lookup.owner} waits for blocks of no size"
+        slot_bytes = self._table.pool.layout.slot_bytes_of(size) if names else 0
+        most = batch_blocks(self._limits.batch_blocks_max, self._limits.batch_bytes, slot_bytes)
+        for ahead in range(0, len(names), most):
+            batch = tuple(names[ahead : ahead + most])
+            slots = tuple(self._held.stage(batch, size, f"from {peer}", now_ms))
+            number = self._take_id()
+            loading = self._times.begin("remote", len(batch) * size, now_ms)
+            self._pulls[number] = PeerPull(
+                peer, batch, slots, slot_bytes, lookup.answer_by_ms, loading, lookup.trace
+            )
+            self._queue.push(number, now_ms, ahead=ahead)
 
-    def advance(self, now_ms: int) -> list[Outcome]:
-        """Start as many pulls as may be in flight; returns what became too late in the queue."""
+    def drop_unwanted(self, now_ms: int, is_awaited: IsAwaited) -> list[Outcome]:
+        """Give up the queued pulls that no lookup waits for any more."""
+        over = self._queue.take(lambda number: self._is_over(number, now_ms, is_awaited))
+        assert self._flying <= len(self._pulls), f"{self._flying} of {len(self._pulls)} fly"
+        return [one for number in over for one in self._give_up_queued(number, now_ms)]
+
+    def _is_over(self, number: int, now_ms: int, is_awaited: IsAwaited) -> bool:
+        batch = self._pulls[number]
+        return not is_awaited(batch.names, tries=now_ms < batch.until_ms)
+
+    def _give_up_queued(self, number: int, now_ms: int, reason: str = "") -> list[Outcome]:
+        batch = self._move(number, "given up")
+        self._measure(batch, now_ms, came=False)
+        late = "deadline" if now_ms >= batch.until_ms else "unwanted"
+        return self._give_up(batch, reason or late)
+
+    def advance(self, now_ms: int, is_awaited: IsAwaited) -> list[Outcome]:
+        """Start as many pulls as may be in flight, each with a deadline from now on; returns what
+        is given up in the queue."""
         assert len(self._queue) + self._flying <= len(self._pulls), f"{len(self._queue)} wait"
         outcomes: list[Outcome] = []
         while self._queue and self._flying < self._limits.peer_pulls_max:
-            number = self._queue.popleft()
+            number = self._queue.pop()
             batch = self._pulls[number]
             breaker = self._breakers.get(batch.peer)
-            late = now_ms >= batch.until_ms
-            if late or breaker is None or not breaker.allows(now_ms):
-                self._move(number, "given up")
-                self._measure(batch, now_ms, came=False)
-                outcomes += self._give_up(batch, "deadline" if late else "bypassed")
+            if self._is_over(number, now_ms, is_awaited):
+                outcomes += self._give_up_queued(number, now_ms)
+                continue
+            if breaker is None or not breaker.allows(now_ms):
+                outcomes += self._give_up_queued(number, now_ms, "bypassed")
                 continue
             breaker.start()
             self._move(number, "started")
+            within_ms = self._limits.peer_deadline_ms
+            batch.until_ms = now_ms + within_ms
             self._emit(
                 PullFromPeer(
                     number, batch.peer, batch.names,
                     tuple(self._table.places(batch.slots)), batch.slot_bytes,
-                    batch.until_ms - now_ms, batch.trace,
+                    within_ms, batch.trace,
                 )
             )  # fmt: skip
         most = self._limits.peer_pulls_max
@@ -276,7 +252,7 @@ class Peers:
         came = {block.slot: block for block in event.blocks}
         outcomes: list[Outcome] = []
         for name, slot in zip(batch.names, batch.slots, strict=True):
-            outcome = _verdict(name, came.get(self._table.place(slot)), batch.slot_bytes)
+            outcome = verdict(name, came.get(self._table.place(slot)), batch.slot_bytes)
             outcomes.append((name, slot, outcome))
             if outcome == "corrupt":
                 self._wrong.add(name, now_ms + AVOID_MS)
@@ -373,17 +349,3 @@ class Peers:
         assert len(self._questions) <= QUESTIONS_MAX
         slots = [slot for batch in self._pulls.values() for slot in batch.slots]
         assert len(slots) == len(set(slots)), "two pulls write one slot"
-
-
-def _verdict(name: SequenceHash, came: PulledBlock | None, slot_bytes: int) -> Block | str:
-    """Return the block that has come into a slot, or why none has."""
-    if came is None:
-        return "gone"
-    leased = came.leased
-    if hash_from_hex(leased.hash) != name or not 0 < leased.bytes <= slot_bytes:
-        return "malformed"
-    parent, namespace = hash_from_hex(leased.parent), bytes.fromhex(leased.namespace)
-    if not is_divisible(leased.bytes, leased.parts):
-        return "malformed"
-    block = Block(name, parent, namespace, leased.checksum, leased.bytes, leased.parts)
-    return block.with_sums(came.sums) if block.has_sums(came.sums) else "corrupt"

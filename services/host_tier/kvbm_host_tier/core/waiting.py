@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from kvbm_common.identity import SequenceHash
 
@@ -30,6 +30,12 @@ class Waiting:
     def has_none_of(self, names: Iterable[SequenceHash]) -> bool:
         """Return whether no lookup waits for any of these blocks."""
         return self._waiters.keys().isdisjoint(names)
+
+    def of(self, name: SequenceHash) -> Sequence[Waiter]:
+        """Return who waits for a block, or has waited for it until it was answered."""
+        waiters = self._waiters.get(name, ())
+        assert waiters or name not in self._waiters, f"nothing waits for {name.hex()}"
+        return waiters
 
     def add(self, name: SequenceHash, waiter: Waiter) -> None:
         """Have a lookup wait for a block."""
