@@ -69,8 +69,6 @@ from kvbm_host_tier.core.peer_messages import (
     OpenPeerReader,
     PeerEffect,
     PeerId,
-    PeerJoined,
-    PeerLeft,
     PullFromPeer,
     ReleaseAtPeer,
 )
@@ -257,10 +255,9 @@ class HostTierShell:
                 pass
 
     def _peer_changed(self, peer: PeerId, event: RegistryEvent) -> None:
-        if not self._context.settings.peer_pulls:
-            return
-        self._peers.left(peer)
-        self._loop.complete(PeerLeft(peer) if isinstance(event, Left) else PeerJoined(peer))
+        heard = self._peers.changed(peer, event) if self._context.settings.peer_pulls else None
+        if heard is not None:
+            self._loop.complete(heard)
 
     # --- verbs ------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError, Requ
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nixl.transfers import TransferTimeout
+from kvbm_common.registry.records import Changed, Left, RegistryEvent
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics, TransferFigures
 from kvbm_common.tier.layout import UNIT_BYTES
@@ -33,6 +34,8 @@ from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
     PeerId,
+    PeerJoined,
+    PeerLeft,
     PeerPulled,
     PeerPullFailed,
     PeerPullSettled,
@@ -89,12 +92,17 @@ class PeerClient:
         self.on_settled: Callable[[PeerPullSettled], None] = lambda _: None
         reader.on_settled = self._settled
 
-    def left(self, peer: PeerId) -> None:
+    def changed(self, peer: PeerId, event: RegistryEvent) -> PeerJoined | PeerLeft | None:
         """Forget a peer that has left or begun a new life: it is asked again where its arena is.
 
-        NIXL forgets it only when nothing hangs: a wire may heal, and the same peer return.
+        Returns what the core shall hear. It hears nothing of a peer that says something else in the
+        same life, as when its memory is cut: what is known of it stays. NIXL forgets a peer only
+        when nothing hangs: a wire may heal, and the same peer return.
         """
+        if isinstance(event, Changed) and event.before.epoch == event.record.epoch:
+            return None
         self._forget(peer, gone=not self._reader.any_may_write)
+        return PeerLeft(peer) if isinstance(event, Left) else PeerJoined(peer)
 
     def _forget(self, peer: PeerId, *, gone: bool) -> None:
         known = self._known.pop(peer, None)
