@@ -179,7 +179,7 @@ class HostPeers:
         sources = (theirs, [theirs.whole(one.slot, units_of(one.bytes)) for _, one in wanted])
         targets = (ours, [ours.whole(slot, units_of(one.bytes)) for slot, one in wanted])
         copy(self._reader, sources, targets, duration_ms)
-        self._reading[pull.pull] = partial(self._fail, pull, "door_closed", lease=lease.lease)
+        self._reading[pull.pull] = partial(self._fail, pull, "reader_closed", lease=lease.lease)
         if self._world.now + duration_ms > until_ms:
             self._world.marks["peer read late"] += 1
             late = partial(self._late, pull, lease.lease, duration_ms)

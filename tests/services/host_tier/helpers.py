@@ -148,10 +148,11 @@ class Host:
     """The core, the clock, and everybody who talks to it."""
 
     def __init__(
-        self, *, slots: int = 4, staging: bool = False, attach: bool = True, **limits: Any
-    ) -> None:
+        self, *, slots: int = 4, staging: bool = False, attach: bool = True, host: str = "h",
+        **limits: Any,
+    ) -> None:  # fmt: skip
         self.core = HostTierCore(
-            host="h",
+            host=host,
             instance="0",
             epoch=EPOCH,
             arena=ArenaInfo("/arena", 4096, slots * SLOT_BYTES, b"arena"),

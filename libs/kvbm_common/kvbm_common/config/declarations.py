@@ -218,7 +218,7 @@ class DeclaredSettings(AccessSettings):
         "loaded yet, taken when used: what one step can load.")
     peer_pulls: bool = setting(
         "KVBM_PEER_PULLS", True, schema.BOOLEAN, section="transfers",
-        help="Read blocks that this host has not from the host tiers of other hosts.")
+        help="Read blocks of other hosts, and let other hosts read those of this one.")
     peer_deadline_ms: int = setting(
         "KVBM_PEER_DEADLINE_MS", 1000, schema.integer(10, 60_000), section="transfers", unit="ms",
         help="How long a batch may take to come from another host, counted from its start.")

@@ -30,6 +30,7 @@ from kvbm_host_tier.core.messages import ArenaInfo
 from kvbm_host_tier.core.miss_reason import MissReasons
 from kvbm_host_tier.core.offload import Offload
 from kvbm_host_tier.core.onboard import Onboard
+from kvbm_host_tier.core.peer_messages import PeerId
 from kvbm_host_tier.core.peers import Peers
 from kvbm_host_tier.core.placement import Placement
 from kvbm_host_tier.core.scrub import Scrubber
@@ -76,7 +77,7 @@ class Parts:
         self.offload = Offload(held, self.engines, means)
         self.load_times = times = LoadTimes()
         self.fills = Fills(held, below, times, means, epoch=epoch)
-        self.peers = Peers(held, arena, times, means)
+        self.peers = Peers(PeerId(announcer.host, instance), held, arena, times, means)
         self.waiting = waiting = Waiting(findable)
         cost = LoadCost(held.table, below, waiting, times, means)
         self.onboard = Onboard(

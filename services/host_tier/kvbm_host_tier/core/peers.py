@@ -1,7 +1,8 @@
 """The peers: host tiers of other hosts (or this one), the questions to the index, and the pulls.
 
 When this host's own tiers have no more of a lookup's run, the index is asked for the rest. The peer
-that has the longest part of it, and whose breaker is closed, is asked for it in batches.
+that has the longest part of it, and whose breaker is closed, is asked for it in batches. Among
+equals each asker has an order of its own, so that the askers of a popular run are spread.
 
 The slots of a batch stay staged from QUEUED until it has ended. Wrong bytes are never committed:
 blocks are compared with the checksums that the peer computed when they came into its memory. The
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvbm_common.checksum import block_checksum
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import batch_blocks
 from kvbm_common.tier.breaker import Breaker, BreakerState
@@ -45,7 +47,9 @@ QUESTION_MS = 250
 AVOID_MS = 30_000
 """How long a block is not asked for after it came with wrong bytes."""
 AVOID_MAX = 65_536
-NOT_THE_PEERS_FAULT = ("gone", "bus_unavailable", "door_closed", "stale_epoch")
+NOT_THE_PEERS_FAULT = ("gone", "bus_unavailable", "reader_closed", "stale_epoch")
+"""Reasons of pulls that a peer is not bypassed for. A peer whose reader is closed is, though it may
+only be starting: others have the same blocks, and it is tried again two seconds later."""
 _IN_FLIGHT = (PeerPullState.FLYING, PeerPullState.SETTLED)
 
 Outcome = tuple[SequenceHash, int, Block | str]
@@ -64,12 +68,14 @@ class Peers:
 
     def __init__(
         self,
+        own: PeerId,
         held: HeldBlocks,
         arena: Arena,
         times: LoadTimes,
         means: Means,
     ) -> None:
         assert means.limits.peer_pulls_max >= 0
+        self._own = own
         self._held, self._table = held, held.table
         self._arena = arena
         self._times = times
@@ -170,13 +176,18 @@ class Peers:
             self._index.trouble(now_ms)
             return None
         self._index.good()
-        for peer, blocks in sorted(told.holders, key=lambda one: (-one[1], one[0])):
+        for peer, blocks in sorted(told.holders, key=lambda one: (-one[1], self._place(one[0]))):
             breaker = self._breakers.get(peer)
             if breaker is not None and breaker.allows(now_ms):
                 return peer, blocks
         if told.holders:
             self._counts["dropped.peer_bypassed"] += 1
         return None
+
+    def _place(self, peer: PeerId) -> tuple[int, PeerId]:
+        """Return the place of a peer among equals, which each asker draws for itself."""
+        assert peer != self._own, f"{peer} would pull from itself"
+        return block_checksum(f"{self._own} {peer}".encode()), peer
 
     # --- pulls ------------------------------------------------------------------------------
 

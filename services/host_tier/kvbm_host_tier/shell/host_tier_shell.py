@@ -81,7 +81,7 @@ from kvbm_host_tier.shell.figures import figures_of
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
 from kvbm_host_tier.shell.miss_filter_writer import MissFilterWriter
 from kvbm_host_tier.shell.peer_client import PeerClient
-from kvbm_host_tier.shell.peer_reader import PeerReader, PeerReaderClosed, peer_devices
+from kvbm_host_tier.shell.peer_reader import DoorClosed, PeerReader, peer_devices
 from kvbm_host_tier.shell.puller import BLOCKS_SETTING, Puller
 from kvbm_host_tier.shell.scrub_reader import ScrubReader
 from kvbm_host_tier.shell.siblings import Siblings
@@ -269,7 +269,7 @@ class HostTierShell:
         _require_any_size(_door_request.decode(payload or b"{}"))
         opened, arena = self._peer_reader.opened, self._core.view.arena_reply()
         if opened is None or not arena.slot_bytes:
-            raise PeerReaderClosed("the peer reader is not running")
+            raise DoorClosed("the peer reader is not running")
         reply = DoorReply(
             epoch=arena.epoch,
             slot_bytes=arena.slot_bytes,

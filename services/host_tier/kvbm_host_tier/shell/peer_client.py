@@ -141,6 +141,8 @@ class PeerClient:
         until_ms = monotonic_ms() + pull.deadline_ms
         if not self._bus.connected:
             return PeerPullFailed(pull.pull, BusUnavailable.code, settled=True)
+        if self._reader.opened is None:
+            return PeerPullFailed(pull.pull, PeerReaderClosed.code, settled=True)
         try:
             async with asyncio.timeout(_left_s(until_ms)):
                 known = await self._meet(pull.peer, until_ms)

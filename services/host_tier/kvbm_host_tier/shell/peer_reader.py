@@ -44,7 +44,13 @@ log = logging.getLogger(__name__)
 
 
 class PeerReaderClosed(KvbmError):
-    """The peer reader process is starting, or has just ended."""
+    """The peer reader process of this host tier is starting, or has just ended."""
+
+    code = "reader_closed"
+
+
+class DoorClosed(KvbmError):
+    """Another host asks where it can read, and the peer reader here does not run."""
 
     code = "door_closed"
 

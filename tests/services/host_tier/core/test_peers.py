@@ -14,6 +14,7 @@ from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
     OpenPeerReader,
+    PeerId,
     PeerJoined,
     PeerLeft,
     PeerPullFailed,
@@ -239,11 +240,39 @@ def test_a_peer_that_fails_is_bypassed_and_tried_again() -> None:
     assert len(host.ask_peers(20)) == 1
 
 
-def test_our_own_outage_is_not_the_peers_fault() -> None:
+@pytest.mark.parametrize("reason", ["bus_unavailable", "reader_closed"])
+def test_our_own_outage_is_not_the_peers_fault(reason: str) -> None:
     host = HostWithPeers()
     for number in range(1, FAILURES_MAX + 3):
         [pull] = host.ask_peers(number)
-        host.lost(pull, reason="bus_unavailable")
+        host.lost(pull, reason=reason)
+
+
+def test_a_peer_whose_reader_is_closed_does_not_hide_another_that_has_the_blocks() -> None:
+    """Ben has the longest run and lends nothing: a few pulls fail, and then ann is asked."""
+    host = HostWithPeers(peers=(ANN, BEN))
+    asked = list[PeerId]()
+    for number in range(1, FAILURES_MAX + 2):
+        [ask] = of(host.look_up(10 * number, 10 * number + 1), AskHolders)
+        [pull] = of(host.answer(ask, (ANN, 1), (BEN, 2)), PullFromPeer)
+        host.lost(pull, reason="door_closed")
+        asked.append(pull.peer)
+    assert asked == [BEN] * FAILURES_MAX + [ANN]
+    assert host.core.view.counts["peer_bypasses"] == 1
+
+
+def test_askers_are_spread_among_peers_that_have_the_same_blocks() -> None:
+    """Whatever the order of the answer, an asker stays with one of them."""
+    first = list[PeerId]()
+    for number in range(16):
+        host = HostWithPeers(peers=(ANN, BEN), host=f"h{number}")
+        [one] = of(host.look_up(1), AskHolders)
+        [other] = of(host.look_up(11), AskHolders)
+        pulls = of(host.answer(one, (ANN, 1), (BEN, 1)), PullFromPeer)
+        pulls += of(host.answer(other, (BEN, 1), (ANN, 1)), PullFromPeer)
+        assert pulls[0].peer == pulls[1].peer
+        first.append(pulls[0].peer)
+    assert 4 <= first.count(ANN) <= 12
 
 
 def test_a_silent_index_is_not_asked_for_a_while() -> None:

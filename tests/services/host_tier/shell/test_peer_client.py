@@ -9,10 +9,11 @@ import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.records import Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_host_tier.core.peer_messages import PeerJoined, PeerLeft
+from kvbm_host_tier.core.peer_messages import PeerJoined, PeerLeft, PeerPullFailed, PullFromPeer
 from kvbm_host_tier.shell.peer_client import PeerClient
 from kvbm_host_tier.shell.peer_reader import PeerReader
 
+from tests.services.host_tier.helpers import name
 from tests.services.host_tier.peer_helpers import ANN
 
 RECORD = ServiceRecord(
@@ -48,3 +49,10 @@ def test_only_a_new_life_of_a_peer_begins_afresh(
 ) -> None:
     """`PeerJoined` closes the breaker of a bypassed peer. An entry changes in other cases, too."""
     assert client().changed(ANN, event) == heard
+
+
+async def test_a_pull_whose_own_reader_is_closed_asks_no_peer() -> None:
+    """The reason tells it from a peer's: no peer is bypassed for it."""
+    pull = PullFromPeer(1, ANN, (name(1),), (0,), 4096, 1000)
+    failed = PeerPullFailed(1, "reader_closed", settled=True)
+    assert await client().pull(pull) == failed
