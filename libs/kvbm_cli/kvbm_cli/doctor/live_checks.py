@@ -157,6 +157,9 @@ def _of_service(one: LiveService) -> Iterator[Finding]:
     elif not one.bounds:
         advice = "A service that has just started tells them in a moment; else see its log."
         yield Finding(one.name, "better", "its bounds are not known", advice)
+    if one.ready and one.reasons:
+        advice = "It serves what it can. Its log says more."
+        yield Finding(one.name, "wrong", "; ".join(one.reasons), advice)
     if one.behind:
         found = f"{count(one.behind)} sources or tiers are behind: their blocks are not known"
         yield Finding(one.name, "wrong", found, "If it lasts, their snapshots fail: see its log.")

@@ -327,7 +327,7 @@ class StatsRequest(_Message, frozen=True, kw_only=True):
 
 
 class StatsReply(_Message, frozen=True, kw_only=True):
-    """Figures of one instance. `ready` is what /readyz reports; `reasons` say why not."""
+    """Figures of one instance. `ready` is what /readyz reports; `reasons` say what it cannot do."""
 
     kind: str
     host: Token

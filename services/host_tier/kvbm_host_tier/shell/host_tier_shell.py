@@ -29,6 +29,7 @@ from kvbm_common.wire.verbs import (
     DoorRequest,
     LeaseRequest,
     ReleaseRequest,
+    StatsReply,
     hits_codec,
     hits_subject,
     offer_codec,
@@ -198,7 +199,7 @@ class HostTierShell:
 
     async def _subscribe(self) -> None:
         context = self._context
-        context.set_stats(lambda: self._core.view.statistics(monotonic_ms()))
+        context.set_stats(self._statistics)
         context.counters.include(lambda: figures_of(self._core.view))
         context.bounds.declare(lambda: self._core.view.fills(monotonic_ms()))
         context.bounds.declare_queues(self._loop, self._publisher)
@@ -214,6 +215,11 @@ class HostTierShell:
                 **tier_verbs(context.kind, self._admin, context.audit),
             }
         )
+
+    def _statistics(self) -> StatsReply:
+        """Return the core's figures. Without its peer reader a host tier still serves engines."""
+        told, problem = self._core.view.statistics(monotonic_ms()), self._peer_reader.problem
+        return msgspec.structs.replace(told, reasons=[problem]) if problem else told
 
     # --- inputs -----------------------------------------------------------------------------
 

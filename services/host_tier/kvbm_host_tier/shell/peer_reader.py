@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -36,6 +38,8 @@ BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 """Pauses before the process is restarted; the last one repeats until it has opened."""
 SETTLE_S = 5.0
 """How long a failed read may take to settle before the process is killed."""
+ENDS_MAX, ENDS_S = 3, 60.0
+"""The process has a problem if it ends so many times within so many seconds."""
 ANSWER_MARGIN_S = 1.0
 """Added to the deadlines that the process keeps itself, to find a process that hangs."""
 CLOSE_DEADLINE_S = 1.0
@@ -82,9 +86,22 @@ class PeerReader:
         self._unsettled: dict[int, asyncio.TimerHandle] = {}
         self.on_settled: Callable[[int], None] = lambda _: None
         """Called with the number of a failed read when it has settled."""
+        self._ends = deque[float](maxlen=ENDS_MAX)
+        """The times at which the process has ended last, on the monotonic clock."""
         self.opened: Opened | None = None
         self.life = 0
         """Number of the present process: names of peers are valid in one process only."""
+
+    @property
+    def problem(self) -> str:
+        """Return why no blocks go between this host and others; empty: they do, or need not."""
+        ended = sum(time.monotonic() - at_s < ENDS_S for at_s in self._ends)
+        if ended < ENDS_MAX:
+            return ""
+        return (
+            "no blocks are read from other hosts, or by them: the peer reader ends again and again "
+            f"({ended} times or more in {ENDS_S:.0f} s; KVBM_PEER_DEVICES names its network)"
+        )
 
     def want(self, path: str) -> None:
         """Start the process for this arena, and keep it running."""
@@ -104,6 +121,7 @@ class PeerReader:
             finally:
                 was_open, self.opened = self.opened is not None, None
                 self._end_all()
+            self._ends.append(time.monotonic())
             self._on_died()
             failures = 1 if was_open else failures + 1
             pause_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]

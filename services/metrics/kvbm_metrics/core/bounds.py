@@ -81,7 +81,7 @@ def _of(one: Instance) -> BoundsOf:
         instance=record.instance,
         answers=one.up,
         ready=one.ready,
-        reasons=[] if one.ready else one.reasons,
+        reasons=one.reasons,
         bounds=found,
         missed_blocks=sum(missed.values()),
         unexplained_blocks=sum(missed.get(reason, 0.0) for reason in UNEXPLAINED),

@@ -92,7 +92,7 @@ class Instance:
 
     @property
     def reasons(self) -> list[str]:
-        """Why it is not ready."""
+        """Why it is not ready, or what it cannot do although it is."""
         if self.stats is not None:
             return list(self.stats.reasons)
         return [self.failure or "no answer"]
@@ -198,7 +198,7 @@ def _service_view(one: Instance) -> ServiceView:
         info=record.info,
         up=one.up,
         ready=one.ready,
-        reasons=[] if one.ready else one.reasons,
+        reasons=one.reasons,
         seq=one.stats.seq if one.stats else 0,
         positions=one.stats.positions if one.stats else {},
         memory_bytes=_figure(one, MEMORY),

@@ -183,3 +183,8 @@ def test_a_bound_of_a_later_release_is_shown() -> None:
     told = [msgspec.to_builtins(service(LiveBound("new_thing", "queue", 100, 100)))]
     (finding,) = examine_live(services_of(told))
     assert (finding.level, finding.found.partition(":")[0]) == ("wrong", "new_thing")
+
+
+def test_a_ready_service_that_cannot_do_all_is_told() -> None:
+    (finding,) = examine_live([service(bound("inbox", 1), reasons=["no blocks are read"])])
+    assert (finding.level, finding.found) == ("wrong", "no blocks are read")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import signal
@@ -63,11 +64,30 @@ async def test_a_door_that_cannot_be_started_counts_as_one_that_crashed(
     door = peer_reader.PeerReader("door", on_died=lambda: died.append(door.life))
     door.want("/dev/null")
     running = asyncio.create_task(door.run())
-    await wait_until(lambda: len(starts) >= 3 or running.done())
+    assert door.problem == ""
+    await wait_until(lambda: len(starts) > peer_reader.ENDS_MAX or running.done())
     assert not running.done()
+    assert "KVBM_PEER_DEVICES" in door.problem
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert died[:2] == [1, 2]
+
+
+async def test_a_host_tier_without_a_peer_reader_is_ready_and_says_so(
+    nats_server: NatsServer, tmp_path: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves its own engines. What it cannot do is a reason in its statistics."""
+    monkeypatch.setattr(peer_reader, "BACKOFF_S", (0.0,))
+    h, g = (settings_of(host, nats_server, tmp_path) for host in "hg")
+    h = dataclasses.replace(h, peer_devices="nosuch0")
+    async with AsyncExitStack() as stack:
+        for settings in (h, g):
+            await stack.enter_async_context(living(settings))
+            await wait_ready(bus, host=settings.host)
+        await stack.enter_async_context(RealEngine.living(h))
+        told = await wait_stats(bus, lambda stats: bool(stats.reasons))
+        assert told.ready
+        assert "KVBM_PEER_DEVICES" in told.reasons[0]
 
 
 @dataclass(frozen=True, slots=True)

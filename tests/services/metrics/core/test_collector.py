@@ -10,6 +10,7 @@ from kvbm_common.identity import Namespace
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.metrics import Family, Sample
 from kvbm_metrics.core import collector, series
+from kvbm_metrics.core.bounds import bounds_view
 from kvbm_metrics.core.collector import KVBM_COUNTERS, KVBM_GAUGES, FleetView, Instance, Totals
 from kvbm_metrics.core.rates import Rates
 from prometheus_client.parser import text_string_to_metric_families
@@ -312,6 +313,15 @@ def test_everybody_ready_is_ready() -> None:
 def test_each_thing_that_is_missing_is_said(view: FleetView, reason: str) -> None:
     """One sentence per fault, with the name of who is at fault."""
     assert collector.unready_reasons(view, KINDS) == [reason]
+
+
+def test_what_a_ready_service_cannot_do_is_shown_with_it() -> None:
+    """A host tier that serves its engines and reads no other host: the system is ready, too."""
+    told = alive(stats("host-tier", host="b", reasons=["no blocks are read"]))
+    view = FleetView(instances=[*EVERYBODY.instances, told])
+    assert [one.reasons for one in collector.service_views(view)][-1] == ["no blocks are read"]
+    assert [one.reasons for one in bounds_view(view)][-1] == ["no blocks are read"]
+    assert collector.unready_reasons(view, KINDS) == []
 
 
 def test_tier_view() -> None:
