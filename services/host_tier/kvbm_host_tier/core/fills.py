@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvbm_common.errors import BusUnavailable, NoResponder
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tier.blocks import CHECKSUM_MAX, Block, batch_blocks
 from kvbm_common.tier.machine import Machine
@@ -21,7 +22,7 @@ from kvbm_common.wire.verbs import FILL_GRACE_MS, FillRequest, FillSlot
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means, reason_key
 from kvbm_host_tier.core.load_times import Loading, LoadTimes
-from kvbm_host_tier.core.lower_tier_view import AVOID_MS, STARTING_MS
+from kvbm_host_tier.core.lower_tier_view import AVOID_MS, PASSING_MS
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
 from kvbm_host_tier.core.open_lookup import OpenLookup
@@ -30,8 +31,14 @@ NO_REASON = "no_reason"
 """A lower tier has refused a block and gives no reason."""
 NOT_ON_DISK = ("gone", "corrupt")
 """Reasons by which a disk tier says that it does not have a block; other failures may pass."""
-STARTING = "stale_arena"
-"""The reason of a lower tier that has not mapped our arena yet."""
+NOT_THE_BLOCK = frozenset(
+    {
+        BusUnavailable.code, NoResponder.code,  # NATS, or the lower tier, was away.
+        "not_ready", "stale_arena", "stopping",  # It starts, has not mapped our arena yet, or ends.
+        "busy", "too_late",  # The request waited, or would have.
+    }
+)  # fmt: skip
+"""Reasons that say nothing of the block or its medium: another try may do at once."""
 
 
 class FillState(Enum):
@@ -227,7 +234,8 @@ class Fills:
             if reason in NOT_ON_DISK:
                 view.forget(name)
             else:
-                view.avoid(name, now_ms, for_ms=STARTING_MS if reason == STARTING else AVOID_MS)
+                passes = reason in NOT_THE_BLOCK
+                view.avoid(name, now_ms, for_ms=PASSING_MS if passes else AVOID_MS)
             self._counts[reason_key(self._counts, "dropped.fill", reason)] += 1
 
     # --- lent slots -------------------------------------------------------------------------

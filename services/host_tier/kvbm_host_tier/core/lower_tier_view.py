@@ -34,8 +34,8 @@ from kvbm_host_tier.core.retelling import Retelling, Said, pieces_of, said_by
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 AVOID_MS = 30_000
 """A disk in trouble is not asked for the same block by every request, and is asked again later."""
-STARTING_MS = 500
-"""It could not map our arena in time: no fault of the block's."""
+PASSING_MS = 500
+"""How long a block is left alone whose fill failed by no fault of the block or its medium."""
 AVOID_MAX = 65_536
 GONE_MAX = 64
 """Instances that have left, whose position is remembered: the names of all that a host has."""

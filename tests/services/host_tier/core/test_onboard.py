@@ -356,11 +356,15 @@ def test_a_disk_in_trouble_is_left_alone_for_a_while() -> None:
     assert asked(one_fill(host.look_up(1))) == [1]
 
 
-def test_a_disk_tier_that_has_not_mapped_the_arena_yet_is_asked_again_soon() -> None:
-    """The stack has just started, and the block is there: half a second of misses, not 30 s."""
+@pytest.mark.parametrize(
+    "reason",
+    ["stale_arena", "bus_unavailable", "no_responder", "busy", "not_ready", "stopping", "too_late"],
+)
+def test_a_failure_that_says_nothing_of_the_block_is_soon_tried_again(reason: str) -> None:
+    """NATS was away, or the disk tier is starting: half a second of misses, not 30 s."""
     host = Host()
     host.disk_stored(1)
-    host.fill_failed(one_fill(host.look_up(1)), reason="stale_arena")
+    host.fill_failed(one_fill(host.look_up(1)), reason=reason)
     assert of(host.look_up(1), AskFill) == []
     host.wait(500)
     assert asked(one_fill(host.look_up(1))) == [1]
