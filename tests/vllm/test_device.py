@@ -27,10 +27,10 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 PROGRAMS = 6
 KINDS = (
-    "plain", "gemma3", "gptoss", "gemma4", "mistral", "retained", "llama4", "chunks", "gdn",
-    "mamba2", "partial", "mamba", "dense states", "every state", "deepseek v3.2", "deepseek v4",
-    "all kinds", "drafts", "drafting layers", "guessing", "draft model", "aborted",
-    "aborted drafts",
+    "plain", "repeated names", "repeated names, drafts", "gemma3", "gptoss", "gemma4",
+    "mistral", "retained", "llama4", "chunks", "gdn", "mamba2", "partial", "mamba",
+    "dense states", "every state", "deepseek v3.2", "deepseek v4", "all kinds", "drafts",
+    "drafting layers", "guessing", "draft model", "aborted", "aborted drafts",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 With one KV group a finished request keeps its blocks while an offer is out. With several, vLLM
 frees blocks of a running request that have left their window, so an offer holds each block itself.
+Where ids of requests repeat, none may be kept: there an offer does so with one group, too.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 from kvbm_connectors.vllm.shape import rank_here, shape_of
 from kvbm_connectors.vllm.statistics import PASSES_THROUGH, KvbmPromMetrics, KvbmStats
 from kvbm_connectors.vllm.step_meter import meter_of
-from kvbm_connectors.vllm.versions import sources_of, tables_in
+from kvbm_connectors.vllm.versions import repeats_request_ids, sources_of, tables_in
 from kvbm_connectors.vllm.worker_side import WorkerSide, lend_layers
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         self._groups = groups_of(kv_cache_config, self._namespace)
         self._group_count = len(kv_cache_config.kv_cache_groups)
-        self._holds = BlockHolds() if is_hybrid(kv_cache_config) else None
+        self._hybrid = is_hybrid(kv_cache_config)
+        self._holds = BlockHolds() if self._hybrid or repeats_request_ids() else None
         self._life = Life.of(vllm_config)
         self._world_size = int(vllm_config.parallel_config.world_size)
         if role == KVConnectorRole.SCHEDULER:
@@ -131,6 +132,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rewritten=rewritten_by_drafts(self._vllm_config),
             groups=self._groups,
             holds=self._holds,
+            hybrid=self._hybrid,
             meter=meter_of(self._vllm_config) if settings.load_or_compute else None,
             adapters=Adapters(
                 lambda adapters: half.describe(adapters=adapters),
@@ -238,8 +240,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request: see SchedulerSide.finished."""
-        held = self._scheduler is not None and self._scheduler.finished(request, [block_ids])
-        return held, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -320,13 +321,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Lend the KV tensors to the host tier."""
         if not hasattr(self, "_life"):
             return
-        world_size = self._world_size
         worker = WorkerSide(
             self._life,
             self._namespace,
             self._options,
-            rank=rank_here() if world_size > 1 else 0,
-            world_size=world_size,
+            rank=rank_here() if self._world_size > 1 else 0,
+            world_size=self._world_size,
             shape=self._shape,
             group_namespaces=self._group_namespaces,
         )

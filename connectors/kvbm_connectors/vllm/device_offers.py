@@ -2,7 +2,7 @@
 
 With one KV group, a request holds the blocks that it offers, and vLLM frees them when a plan names
 the request in `sent`. With several, or a sliding window, vLLM frees blocks while their request
-runs, so `BlockHolds` has a reference to each offered block.
+runs, so `BlockHolds` has a reference to each offered block; so it does where request ids repeat.
 
 A block can be offered when the step that computes it has ended; a block of a window may have left
 the window by then. So blocks that a hit may need are held from the plan of that step on. Recurrent

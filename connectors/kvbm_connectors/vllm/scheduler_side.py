@@ -57,24 +57,26 @@ class SchedulerSide:
         adapters: Adapters | None = None,
         groups: Sequence[KvGroup] = (),
         holds: BlockHolds | None = None,
+        hybrid: bool = True,
         meter: PrefillMeter | None = None,
     ) -> None:
         """Follow the requests of an engine with `world_size` ranks, whose steps `meter` times.
 
         `rewritten`: of so many tokens at a request's end a draft model writes KV again with the
         next step; None: no such model.
-        Several KV groups, or one with a window, need `holds`; `hasher` is the first group's.
+        Several KV groups, or one with a window, need `holds`; `hasher` is the first group's. Where
+        one group of full attention has `holds`, it is not `hybrid`: a part of a hit may be loaded.
         """
         self.counts: Counter[str] = Counter()
         self.steps = StepMeter(meter, counts=self.counts)
         self._adapters = adapters or Adapters()
-        self._generation, self._stale = "", False
-        """The device's cache has blocks of an earlier generation: a reset was refused."""
+        self._generation = ""
+        self._stale = False  # A reset was refused: the device's cache has blocks of before.
         self._half, self._calendar = half, Calendar()
         self.groups = tuple(groups) or (KvGroup(hasher),)
         """The KV groups of the model, in vLLM's order."""
         self.hints = AgentHints(half, self.groups, self.counts)
-        self._hybrid = holds is not None
+        self._hybrid = holds is not None and hybrid
         marks = RankMarks(world_size, rewritten=rewritten) if rewritten is not None else None
         self._offers = DeviceOffers(half, self.groups, self.counts, holds, marks)
         self._boundary_tokens = boundary_tokens(group.run(0, 0) for group in self.groups)
@@ -95,8 +97,8 @@ class SchedulerSide:
     @property
     def holding(self) -> bool:
         """Tell whether blocks are held beside their requests, or for offers of ended ones."""
-        ended = (one for one in self._requests.values() if one.finished)
-        return self._offers.holding or any(one.offers for one in ended)
+        requests = self._requests.values()
+        return self._offers.holding or any(one.finished and one.offers for one in requests)
 
     @property
     def awaits_marks(self) -> bool:
@@ -271,8 +273,7 @@ class SchedulerSide:
         self._half.load_ended(result)
         self.steps.loaded(result)
         self.counts["loads_failed" if result.usable < len(result.intact) else "loads_intact"] += 1
-        tracked = self._requests.get(result.load.request)
-        if tracked is None:
+        if (tracked := self._requests.get(result.load.request)) is None:
             return
         tracked.lease = None
         first, end = tracked.loaded
@@ -305,8 +306,7 @@ class SchedulerSide:
     def _preempted(self, request: str) -> None:
         """Revoke what a request offers and holds itself: vLLM has freed its blocks, and the step
         now planned may overwrite them."""
-        tracked = self._requests.get(request)
-        if tracked is None or tracked.finished:
+        if (tracked := self._requests.get(request)) is None or tracked.finished:
             return
         # No request can have hit them yet: a `schedule` call that preempts admits none.
         self.evict(tracked.request, tracked.written)

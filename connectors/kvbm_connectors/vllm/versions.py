@@ -28,6 +28,14 @@ def takes_failed_requests() -> bool:
     return hasattr(base, "KVConnectorTransferResults")
 
 
+def repeats_request_ids() -> bool:
+    """Return whether a request may have the id of one that has ended: vLLM makes ids unique unless
+    a variable forbids it. All versions have it."""
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False))
+
+
 def tables_of(block_state: Any, request: str) -> tuple[list[int], ...]:
     """Return the device blocks of a request, KV group by KV group, as a step's block state has
     them; empty where they are not known.

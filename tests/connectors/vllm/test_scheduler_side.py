@@ -11,12 +11,14 @@ import pytest
 from kvbm_common.identity import Hasher
 from kvbm_common.wire.local import Attach, Hello, Lookup, Offered, Pulled
 from kvbm_connectors.core.messages import LoadResult
+from kvbm_connectors.vllm.block_holds import BlockHolds
 from kvbm_connectors.vllm.plan import StepReport
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 from tests.connectors.client.test_scheduler import Consolidator, Half, Host
 from tests.connectors.endpoints import attached, consolidator, host_tier, welcome
 from tests.connectors.helpers import EPOCH, NAMESPACE, answer
+from tests.connectors.vllm.pool import Pool
 from tests.connectors.vllm.requests import BlockSnapshot, BlockState, Output, Request
 from tests.connectors.vllm.test_device_offers import Table
 from tests.waiting import wait_for
@@ -149,6 +151,36 @@ def test_what_was_not_stored_is_offered_with_the_next_hit(tmp_path: Path) -> Non
                             confirm=False))  # fmt: skip
             wait_for(lambda: side.plan(Output()).sent)
         assert side.idle
+
+
+def test_an_id_is_free_at_its_requests_end_where_ids_repeat(tmp_path: Path) -> None:
+    """Goal: vLLM keeps no finished request, so that the next one may have its id.
+
+    1. A request ends: its blocks are on offer, held by themselves.
+    2. Another one of that id finds the first block alone, and loads it: a part of a hit will do.
+    3. The host tier has read the offer: the blocks are free.
+    """
+    half, pool, holds = Half(tmp_path), Pool(), BlockHolds()
+    holds.bind(pool)
+    side, request = SchedulerSide(half, Hasher(NAMESPACE), holds=holds, hybrid=False), Request()
+    with both_attached(half) as (host, events):
+        admit(side, host, request, 0)
+        side.plan(Output({"r": 9}, kv_connector_block_state=BlockState({"r": [3, 4, 5]})))
+        request.begin(9)
+        request.end(9)
+        assert not side.finished(request, [[3, 4, 5]])
+        assert (pool.held(), side.holding) == ([3, 4], True)
+        offered = events.hear(Offered)
+        again = Request()
+        assert side.matched(again, 0) == (None, False)
+        host.say(answer(host.hear(Lookup).lookup, 1))
+        wait_for(lambda: side.matched(again, 0) == (4, True))
+        side.allocated(again, Table([6, 7, 8]), 4)
+        (load,) = side.plan(Output()).loads
+        assert (load.blocks, load.whole) == ((6,), False)
+        host.say(Pulled(offer=offered.offer, pulled=2, skipped=0))
+        wait_for(lambda: not side.plan(Output()).sent and not side.holding)
+        assert pool.held() == []
 
 
 def test_a_step_without_block_tables_puts_offers_off(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class DeviceConnector(KvbmConnector):
         self._scheduler = SchedulerSide(
             DeviceConnector.tiers, Hasher(self._namespace),
             rewritten=0 if DeviceConnector.drafts else None, groups=self._groups, holds=self._holds,
+            hybrid=self._hybrid,
         )  # fmt: skip
 
     def _count(self) -> dict[str, int]:
@@ -121,6 +122,8 @@ class Engine:
         self._loads: list[tuple[int, Load]] = []
         """Loads, and how many steps they take yet."""
         self._names = 0
+        self._repeats_names = kind.repeats_names
+        self._aborted: set[str] = set()
 
     def _config(self, kind: Kind, vllm_config: Any) -> Any:
         """Return vLLM's KVCacheConfig."""
@@ -138,8 +141,7 @@ class Engine:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        self._names += 1
-        name = f"r{self._names}"
+        name = self._next_name()
         parameters = SamplingParams(temperature=0, max_tokens=answer)
         parameters.update_from_generation_config({}, eos_token_id=None)
         self.scheduler.add_request(
@@ -155,9 +157,20 @@ class Engine:
         self.counts["requests"] += 1
         return name
 
+    def _next_name(self) -> str:
+        self._names += 1
+        if not self._repeats_names:
+            return f"r{self._names}"
+        known = self.scheduler.requests
+        running = {name for name, one in known.items() if not one.is_finished()}
+        # vLLM itself keeps an aborted request while steps or a load of it are under way.
+        names = (f"r{number}" for number in range(self._names))
+        return next(name for name in names if name not in running | self._aborted)
+
     def abort(self, name: str) -> None:
         from vllm.v1.request import RequestStatus
 
+        self._aborted.add(name)
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
         self.counts["aborts"] += 1
 

@@ -32,6 +32,8 @@ class Kind:
     aborts_preempted: bool = False
     """Resets are more frequent, and a request that one has preempted is aborted at once. Offers are
     pulled late."""
+    repeats_names: bool = False
+    """A request may have the name of one that has ended, as vLLM allows by a variable."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -94,6 +96,10 @@ def latent_window() -> Any:
 
 KINDS: dict[str, Kind] = {
     "plain": Kind(lambda: [full()]),
+    "repeated names": Kind(lambda: [full()], repeats_names=True),
+    "repeated names, drafts": Kind(
+        lambda: [full()], drafts=2, draft_groups=(0,), repeats_names=True
+    ),
     "gemma3": Kind(lambda: [window(), window(), full()]),
     "gptoss": Kind(lambda: [window(8), full()]),
     "gemma4": Kind(lambda: [window(9, 8), window(9, 8), full()]),
