@@ -13,6 +13,7 @@ What cannot be read is left out: a hint never fails its request.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -83,6 +84,7 @@ def hints_of(
     parameters = parameters or {}
     hints, bad = list[AgentHint](), list[BadHint]()
     own = _session_of(session, parameters, bad)
+    request = _session_of_request(request)
     for value in (envelope, parameters.get("kv_hints")):
         for action in _actions_of(value, bad):
             try:
@@ -98,6 +100,17 @@ def hints_of(
         except _Refusal as refusal:
             bad.append(refusal.bad)
     return hints, bad
+
+
+def _session_of_request(request: str) -> str:
+    """Return the session that stands for a request without one: its name, or the beginning of a
+    long one and a digest of all of it. Clients choose names, and sessions are bounded."""
+    if len(request) <= SESSION_CHARS_MAX:
+        return request
+    digest = hashlib.blake2b(request.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    name = f"{request[: SESSION_CHARS_MAX - len(digest) - 1]}~{digest}"
+    assert len(name) == SESSION_CHARS_MAX, f"session {name} has {len(name)} characters"
+    return name
 
 
 def _session_of(session: object, parameters: Mapping[str, Any], bad: list[BadHint]) -> str:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvbm_common.wire.session_hint import SESSION_CHARS_MAX
 from kvbm_connectors.core.agent_hints import ACTIONS_MAX, AgentHint, hints_of
 
 HOUR_MS = 3_600_000
@@ -80,6 +81,21 @@ def test_each_action_becomes_one_hint(one: dict[str, Any], hint: AgentHint) -> N
 def test_parameters_of_a_request_have_hints(parameters: dict[str, Any], hint: AgentHint) -> None:
     """Without a session a pin is the request's own."""
     assert hints_of("r", parameters=parameters) == ([hint], [])
+
+
+def test_a_request_with_a_long_name_has_a_session_of_its_own() -> None:
+    """Goal: a pin without a session arrives at the host tier, whose sessions have bounded names."""
+    parameters = {"cache_control": {"type": "ephemeral"}}
+    sessions = []
+    for name in (256 * "r", 257 * "r", 300 * "r" + "1", 300 * "r" + "2"):
+        [hint], bad = hints_of(name, parameters=parameters)
+        assert not bad
+        sessions.append(hint.session)
+    assert sessions[0] == 256 * "r"
+    assert [len(one) for one in sessions] == 4 * [SESSION_CHARS_MAX]
+    assert len(set(sessions)) == 4
+    [hint], _ = hints_of(300 * "r", envelope=envelope(action("kv.pin")))
+    assert hint.session[:200] == 200 * "r", "people know it again"
 
 
 @pytest.mark.parametrize(
