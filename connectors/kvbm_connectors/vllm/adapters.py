@@ -39,6 +39,9 @@ ADAPTERS_MAX = 4096
 """Adapters between two resets. Requests of further ones pass through: what is forgotten cannot be
 seen to change."""
 
+NUMBERS_OF_ONE = 16
+"""Numbers of one adapter that the consolidator hears of, the newest: a server gives another one
+with each load, and requests use those that it has now."""
 NEVER_NS = 2**63
 
 Said = Callable[[list[Adapter]], None]
@@ -83,25 +86,43 @@ class Adapters:
         self._known: dict[tuple[str, str], _Known] = {}
         """By name and path, as vLLM's own cache tells them apart."""
         self._numbers: dict[int, tuple[str, str]] = {}
+        """The newest ADAPTERS_MAX numbers, and what each stands for. A reset leaves them, as vLLM
+        keeps what it has loaded under a number."""
+        self._told: dict[int, tuple[str, str]] = {}
+        """What the consolidator knows: NUMBERS_OF_ONE numbers for each adapter at most."""
 
     def value_of(self, lora: Any) -> str:
         """Return what stands for an adapter in names. Raises AdapterRefused."""
-        if getattr(lora, "lora_tensors", None) is not None:
-            raise AdapterRefused("lora_in_memory", f"{lora.lora_name} has no files")
         path = str(getattr(lora, "lora_path", "") or getattr(lora, "lora_local_path", ""))
         key = (str(lora.lora_name), path)
         number = int(lora.lora_int_id)
-        if self._numbers.get(number, key) != key:
-            raise AdapterRefused("lora_changed", f"{number} was {self._numbers[number]}")
+        self._note(number, key)
+        if getattr(lora, "lora_tensors", None) is not None:
+            raise AdapterRefused("lora_in_memory", f"{lora.lora_name} has no files")
         known = self._known.get(key)
         if known is None:
             known = self._read(lora, key)
         elif not is_unchanged(known.files):
             raise AdapterRefused("lora_changed", f"the files of {lora.lora_name} have changed")
-        if number not in self._numbers:
-            self._numbers[number] = key
-            self._said(self._all())
+        if number not in self._told:
+            self._tell(number, key)
         return lora_extra(key[0], known.content)
+
+    def _note(self, number: int, key: tuple[str, str]) -> None:
+        """Note what a number stands for. Raises AdapterRefused where it was something else."""
+        if self._numbers.setdefault(number, key) != key:
+            raise AdapterRefused("lora_changed", f"{number} was {self._numbers[number]}")
+        if len(self._numbers) > ADAPTERS_MAX:
+            del self._numbers[next(iter(self._numbers))]
+
+    def _tell(self, number: int, key: tuple[str, str]) -> None:
+        """Tell the consolidator of a number, in the place of the oldest where there are many."""
+        same = [one for one, other in self._told.items() if other == key]
+        old = same[:1] if len(same) >= NUMBERS_OF_ONE else list(self._told)[: -ADAPTERS_MAX + 1]
+        for one in old:
+            del self._told[one]
+        self._told[number] = key
+        self._said(self._all())
 
     def _read(self, lora: Any, key: tuple[str, str]) -> _Known:
         if len(self._known) >= ADAPTERS_MAX:
@@ -125,10 +146,10 @@ class Adapters:
     def _all(self) -> list[Adapter]:
         return [
             Adapter(id=number, name=key[0], content=self._known[key].content)
-            for number, key in self._numbers.items()
+            for number, key in self._told.items()
         ]
 
     def forget(self) -> None:
         """Read all files again: the engine's caches were reset."""
         self._known.clear()
-        self._numbers.clear()
+        self._told.clear()

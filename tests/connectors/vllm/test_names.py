@@ -13,7 +13,12 @@ from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.wire.local import Adapter
 from kvbm_common.wire.session_hint import Action
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded
-from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
+from kvbm_connectors.vllm.adapters import (
+    ADAPTERS_MAX,
+    NUMBERS_OF_ONE,
+    AdapterRefused,
+    Adapters,
+)
 from kvbm_connectors.vllm.block_holds import is_cleared
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
@@ -173,6 +178,41 @@ def test_a_number_stands_for_one_adapter(tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused) as refused:
         adapters.value_of(Lora(other))
     assert refused.value.code == "lora_changed"
+
+
+def test_a_number_stands_for_one_adapter_after_a_reset_and_if_it_was_refused(
+    tmp_path: Path,
+) -> None:
+    """Goal: vLLM keeps what it has loaded under a number, whatever we know of its files."""
+    one, other = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"2")
+    adapters = Adapters()
+    adapters.value_of(Lora(one))
+    with pytest.raises(AdapterRefused):
+        adapters.value_of(Lora("/nowhere", 2))
+    adapters.forget()
+    for number in (1, 2):
+        with pytest.raises(AdapterRefused) as refused:
+            adapters.value_of(Lora(other, number))
+        assert refused.value.code == "lora_changed"
+
+
+def test_an_adapter_that_is_loaded_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Goal: a server gives each load a number, and the consolidator hears of the newest alone."""
+    said: list[list[Adapter]] = []
+    adapters = Adapters(said.append)
+    one, other = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"2")
+    value = adapters.value_of(Lora(one, 1))
+    adapters.value_of(Lora(other, 2, "painter"))
+    for number in range(3, 3 + 2 * ADAPTERS_MAX):
+        assert adapters.value_of(Lora(one, number)) == value
+    assert max(map(len, said)) == NUMBERS_OF_ONE + 1
+    newest = 2 + 2 * ADAPTERS_MAX
+    assert [told.id for told in said[-1]] == [2, *range(newest - NUMBERS_OF_ONE + 1, newest + 1)]
+    count = len(said)
+    adapters.value_of(Lora(one, newest - 1))
+    assert len(said) == count
+    adapters.value_of(Lora(one, 1))
+    assert said[-1][-1].id == 1, "a number that was left out is told when it is used again"
 
 
 def test_an_adapter_that_was_written_after_the_engine_began_is_refused(tmp_path: Path) -> None:
