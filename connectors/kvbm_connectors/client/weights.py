@@ -205,6 +205,18 @@ def signature(path: Path) -> Signature:
         raise UnreadableWeights(f"{path} cannot be read: {error}") from error
 
 
+def choice_of(snapshot: Path) -> Signature:
+    """Return what changes when a name of the hub stands for another snapshot of its cache.
+
+    Raises UnreadableWeights.
+    """
+    reference = snapshot.parent.parent / "refs" / "main"
+    try:
+        return {str(reference): _stamp(str(reference))}
+    except OSError as error:
+        raise UnreadableWeights(f"{reference} cannot be read: {error}") from error
+
+
 def is_unchanged(before: Signature) -> bool:
     """Return whether no file of a signature was touched, and none came or went beside them."""
     try:

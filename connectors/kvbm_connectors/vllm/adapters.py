@@ -4,18 +4,24 @@ The connector reads an adapter's files when a request brings it for the first ti
 their times with every further request. vLLM loads files on request, keeps them while there
 is room, and names its own device blocks by the adapter's name and path. So once the files of an
 adapter have changed, or its number stands for another one, it is not known what the engine
-computes with, nor what its device cache still holds: requests that use it pass through until the
-caches are reset (`forget`), as a reload in place needs anyway.
+computes with, nor what its device cache still holds: requests that use it pass through.
 
 vLLM may have loaded an adapter long before its first request, and keeps it over a reset. So files
 that were changed after the engine began say nothing of what it computes with: such an adapter
-passes through. The time of the last change of a file (ctime) decides, which copying tools cannot
-set back.
+passes through for the engine's life. The time of the last change of a file (ctime) decides, which
+copying tools cannot set back.
+
+An operator may vouch that files are final: they stay as they are once vLLM may have loaded them, so
+that they can be read at first sight, however young. What is seen to change is refused all the same.
+
+An adapter by a hub's name lies in a snapshot, and another one is loaded when the hub's `main`
+moves: what the cache has as `main` counts as one of the files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +35,7 @@ from kvbm_connectors.client.weights import (
     Signature,
     UnreadableWeights,
     changed_ns,
+    choice_of,
     fingerprint,
     is_unchanged,
     resolve,
@@ -36,13 +43,26 @@ from kvbm_connectors.client.weights import (
 )
 
 ADAPTERS_MAX = 4096
-"""Adapters between two resets. Requests of further ones pass through: what is forgotten cannot be
-seen to change."""
+"""Adapters between two resets. Requests of further ones pass through, as what is forgotten cannot
+be seen to change. Where files are final, the oldest is forgotten."""
 
 NUMBERS_OF_ONE = 16
 """Numbers of one adapter that the consolidator hears of, the newest: a server gives another one
 with each load, and requests use those that it has now."""
 NEVER_NS = 2**63
+WARNED_MAX = 256
+"""Adapters and reasons that are logged, each once; all refusals are counted."""
+WAYS_OUT = {
+    "lora_changed": "give each version of it a path and a number of its own",
+    "lora_recent": "restart the engine, or vouch for the files of adapters with the option "
+                   '"lora_files": "final" of the connector',
+    "lora_unreadable": "have its files where the engine's scheduler can read them",
+    "lora_in_memory": "load it from files",
+    "lora_too_many": "reset the engine's caches",
+}  # fmt: skip
+"""What an operator can do about each reason."""
+
+log = logging.getLogger(__name__)
 
 Said = Callable[[list[Adapter]], None]
 
@@ -74,13 +94,17 @@ class Adapters:
         *,
         applied: str = "",
         since_ns: int = NEVER_NS,
+        final: bool = False,
     ) -> None:
         """Create an empty set of adapters. `said` is called with all adapters whenever one is new.
         `applied` stands for how this engine applies adapters (`application_of`).
 
-        `since_ns` is when the engine began, on the wall clock: files changed later are refused.
+        `since_ns` is when the engine began, on the wall clock: files changed later are refused,
+        unless files are `final`.
         """
         self._said = said
+        self._final = final
+        self._warned: set[tuple[str, str]] = set()
         self._since_ns = since_ns
         self._applied = applied
         self._known: dict[tuple[str, str], _Known] = {}
@@ -95,6 +119,20 @@ class Adapters:
         """Return what stands for an adapter in names. Raises AdapterRefused."""
         path = str(getattr(lora, "lora_path", "") or getattr(lora, "lora_local_path", ""))
         key = (str(lora.lora_name), path)
+        try:
+            return self._value_of(lora, key)
+        except AdapterRefused as refused:
+            self._warn(key[0], refused)
+            raise
+
+    def _warn(self, name: str, refused: AdapterRefused) -> None:
+        """Say once for each adapter and reason why it is not cached, and the way out."""
+        if (name, refused.code) not in self._warned and len(self._warned) < WARNED_MAX:
+            self._warned.add((name, refused.code))
+            log.warning("requests with the LoRA adapter %r are not cached (%s: %s): %s",
+                        name, refused.code, refused, WAYS_OUT[refused.code])  # fmt: skip
+
+    def _value_of(self, lora: Any, key: tuple[str, str]) -> str:
         number = int(lora.lora_int_id)
         self._note(number, key)
         if getattr(lora, "lora_tensors", None) is not None:
@@ -126,22 +164,32 @@ class Adapters:
 
     def _read(self, lora: Any, key: tuple[str, str]) -> _Known:
         if len(self._known) >= ADAPTERS_MAX:
-            raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters are known")
+            self._forget_oldest()
         try:
             where = resolve(key[1]) if key[1] else Path(key[1])
             files = signature(where)
+            if where != Path(key[1]):
+                files = {**files, **choice_of(where)}
             content = (
                 f"{fingerprint(where)}/{getattr(lora, 'is_3d_lora_weight', '')}/{self._applied}"
             )
             if not is_unchanged(files):
                 raise AdapterRefused("lora_changed", f"{key[0]} changes while it is read")
-            if changed_ns(files) >= self._since_ns:
+            if changed_ns(files) >= self._since_ns and not self._final:
                 raise AdapterRefused("lora_recent", f"{key[0]} is younger than the engine")
         except UnreadableWeights as error:
             raise AdapterRefused("lora_unreadable", str(error)) from error
         digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         known = self._known[key] = _Known(files, digest)
         return known
+
+    def _forget_oldest(self) -> None:
+        """Make room for an adapter. Raises AdapterRefused, unless files are final."""
+        if not self._final:
+            raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters are known")
+        oldest = next(iter(self._known))
+        del self._known[oldest]
+        self._told = {number: key for number, key in self._told.items() if key != oldest}
 
     def _all(self) -> list[Adapter]:
         return [
@@ -150,6 +198,7 @@ class Adapters:
         ]
 
     def forget(self) -> None:
-        """Read all files again: the engine's caches were reset."""
-        self._known.clear()
+        """Read all files again, unless they are final: the engine's caches were reset."""
+        if not self._final:
+            self._known.clear()
         self._told.clear()

@@ -138,6 +138,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 lambda adapters: half.describe(adapters=adapters),
                 applied=application_of(self._vllm_config.lora_config),
                 since_ns=time.time_ns(),
+                final=self._options.lora_final,
             ),
         )
         self._scheduler_half.start()

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvbm_common.errors import ConfigError
+
 from kvbm_connectors.client.engine_options import EngineOptions, settings_of
 
 WHERE = "kv_connector_extra_config"
 RECOMPUTE = "recompute"
+LORA_FILES = ("watched", "final")
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ class Options(EngineOptions):
 
     revision: str = ""
     """What the weights are called in the names of blocks, if their content cannot be read here."""
+    lora_final: bool = False
+    """The operator vouches that files of adapters do not change once vLLM may have loaded them."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -30,8 +35,11 @@ class Options(EngineOptions):
             # vLLM keeps the blocks of a failed synchronous load in its prefix cache until it has
             # computed them again, and loses the thread if the next step is planned already.
             log.warning("%s.load is ignored: loads are asynchronous", WHERE)
-        settings = settings_of(extra, environ, where=WHERE, others=("load", "revision"))
-        return cls(settings, str(extra.get("revision", "")))
+        if (lora_files := extra.get("lora_files", LORA_FILES[0])) not in LORA_FILES:
+            raise ConfigError(f"{WHERE}.lora_files", lora_files, " or ".join(LORA_FILES))
+        others = ("load", "revision", "lora_files")
+        settings = settings_of(extra, environ, where=WHERE, others=others)
+        return cls(settings, str(extra.get("revision", "")), lora_files == "final")
 
 
 def recompute_failed_loads(transfer: Any) -> None:

@@ -16,6 +16,7 @@ from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded
 from kvbm_connectors.vllm.adapters import (
     ADAPTERS_MAX,
     NUMBERS_OF_ONE,
+    WARNED_MAX,
     AdapterRefused,
     Adapters,
 )
@@ -223,6 +224,96 @@ def test_an_adapter_that_was_written_after_the_engine_began_is_refused(tmp_path:
     with pytest.raises(AdapterRefused) as refused:
         Adapters(since_ns=written_ns).value_of(Lora(path))
     assert refused.value.code == "lora_recent"
+
+
+def test_why_an_adapter_is_not_cached_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: an operator learns the reason and the way out, and the log does not fill up."""
+    path = make_adapter(tmp_path / "a")
+    adapters = Adapters(since_ns=0)
+    for lora in (Lora(path), Lora(path), Lora(path, 2), Lora(path, 3, "painter")):
+        with pytest.raises(AdapterRefused):
+            adapters.value_of(lora)
+    assert len(caplog.messages) == 2
+    assert "'poet'" in caplog.messages[0]
+    assert '"lora_files": "final"' in caplog.messages[0]
+    for number in range(4, 2 * WARNED_MAX):
+        with pytest.raises(AdapterRefused):
+            adapters.value_of(Lora(path, number, f"adapter {number}"))
+    assert len(caplog.messages) == WARNED_MAX
+
+
+def test_final_files_are_read_at_first_sight_and_refused_when_they_change(tmp_path: Path) -> None:
+    """Goal: an adapter that comes after the engine's start is cached, if its files stay.
+
+    1. An operator vouches for the files: a young adapter has a name, by its content.
+    2. They change all the same: refused, and a reset does not help.
+    3. Another version at another path has another name.
+    """
+    path = make_adapter(tmp_path / "a")
+    adapters = Adapters(since_ns=0, final=True)
+    value = adapters.value_of(Lora(path))
+    assert value == Adapters().value_of(Lora(path))
+    adapters.forget()
+    assert adapters.value_of(Lora(path, 2)) == value
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"2")
+    for number in (1, 3):
+        with pytest.raises(AdapterRefused) as refused:
+            adapters.value_of(Lora(path, number))
+        assert refused.value.code == "lora_changed"
+        adapters.forget()
+    assert adapters.value_of(Lora(make_adapter(tmp_path / "b", b"2"), 4)) != value
+
+
+def test_after_a_reset_the_consolidator_hears_of_final_adapters_again(tmp_path: Path) -> None:
+    """Goal: a reset has it forget all adapters, whose files are not read again."""
+    said: list[list[Adapter]] = []
+    adapters = Adapters(said.append, since_ns=0, final=True)
+    lora = Lora(make_adapter(tmp_path / "a"))
+    for _ in range(2):
+        adapters.value_of(lora)
+        adapters.forget()
+    assert [[one.id for one in each] for each in said] == [[1], [1]]
+
+
+def test_of_final_adapters_the_oldest_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a trainer that makes one version after the other is cached for the engine's life."""
+    monkeypatch.setattr("kvbm_connectors.vllm.adapters.ADAPTERS_MAX", 4)
+    said: list[list[Adapter]] = []
+    adapters = Adapters(said.append, since_ns=0, final=True)
+    paths = [make_adapter(tmp_path / f"v{number}", b"%d" % number) for number in range(6)]
+    for number, path in enumerate(paths):
+        adapters.value_of(Lora(path, number))
+    assert [one.id for one in said[-1]] == [2, 3, 4, 5]
+    watched = Adapters()
+    for number, path in enumerate(paths[:4]):
+        watched.value_of(Lora(path, number))
+    with pytest.raises(AdapterRefused) as refused:
+        watched.value_of(Lora(paths[4], 4))
+    assert refused.value.code == "lora_too_many"
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_an_adapter_of_the_hub_is_refused_when_its_name_stands_for_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, final: bool
+) -> None:
+    """Goal: vLLM asks the hub with each load, and no file of the old snapshot tells."""
+    snapshots = tmp_path / "models--org--poet" / "snapshots"
+    snapshots.mkdir(parents=True)
+    make_adapter(snapshots / "1")
+    main = tmp_path / "models--org--poet" / "refs" / "main"
+    main.parent.mkdir()
+    main.write_text("1")
+    monkeypatch.setattr("kvbm_connectors.vllm.adapters.resolve", lambda _: snapshots / "1")
+    adapters = Adapters(final=final)
+    adapters.value_of(Lora("org/poet"))
+    main.write_text("22")
+    with pytest.raises(AdapterRefused) as refused:
+        adapters.value_of(Lora("org/poet"))
+    assert refused.value.code == "lora_changed"
 
 
 # --- generations ----------------------------------------------------------------------------

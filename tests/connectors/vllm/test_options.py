@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from kvbm_common.errors import ConfigError
 from kvbm_connectors.vllm.options import Options, recompute_failed_loads
 
 
@@ -20,6 +21,15 @@ def test_failed_loads_are_recomputed_whatever_was_configured(policy: str) -> Non
     transfer = Transfer(policy)
     recompute_failed_loads(transfer)
     assert transfer.kv_load_failure_policy == "recompute"
+
+
+def test_an_operator_may_vouch_for_files_of_adapters() -> None:
+    assert not Options.read({}, {}).lora_final
+    assert not Options.read({"lora_files": "watched"}, {}).lora_final
+    assert Options.read({"lora_files": "final"}, {}).lora_final
+    for value in ("Final", "", True, ["final"]):
+        with pytest.raises(ConfigError, match=r"lora_files .* accepts watched or final"):
+            Options.read({"lora_files": value}, {})
 
 
 def test_loads_are_asynchronous_whatever_was_configured(caplog: pytest.LogCaptureFixture) -> None:
