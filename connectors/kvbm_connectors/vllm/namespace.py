@@ -18,6 +18,7 @@ from kvbm_connectors.vllm.kv_groups import (
     first_group,
     grouping_of,
     is_hybrid,
+    layer_spec,
     refusal_of_groups,
 )
 from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
@@ -48,6 +49,8 @@ class Life:
         return cls(f"vllm-{digest[:8]}{suffix}", digest, rank)
 
 
+LATENT_FP8 = "fp8_ds_mla"
+"""The format of latent attention that vLLM chooses for other formats of 8 bits."""
 DRAFTS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix"}
 """Speculative methods that compute nothing: they look into the tokens."""
 
@@ -104,7 +107,7 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
     model = config.model_config
     at, spec = first_group(kv_cache_config)
     dtype = str(model.dtype).removeprefix("torch.")
-    cache_dtype = str(config.cache_config.cache_dtype)
+    cache_dtype = cache_dtype_of(config.cache_config, spec)
     shape = shape_of(config, kv_cache_config, drafts=drafts_write_kv(config))
     layout = kv_cache_config.kv_cache_layout or config.cache_config.kv_cache_layout or "unknown"
     return Namespace(
@@ -121,6 +124,20 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
         tensor_parallel=shape.distinct_ranks,
         parts=shape.name,
     )
+
+
+def cache_dtype_of(cache_config: Any, spec: Any) -> str:
+    """Return the format of KV, alike in all processes of one engine.
+
+    Where a model's configuration quantises its KV, or latent attention has a format of its own,
+    vLLM writes so into the configuration of the processes that load the model, and of no other. The
+    groups' specs come from there, and all processes have them: what vLLM writes follows from them.
+    """
+    one, configured = layer_spec(spec), str(cache_config.cache_dtype)
+    if getattr(one, "cache_dtype_str", None) == LATENT_FP8:
+        return LATENT_FP8
+    mode = getattr(getattr(one, "kv_quant_mode", None), "name", "NONE")
+    return "fp8" if configured == "auto" and mode != "NONE" else configured
 
 
 def _revision(config: Any, weights: str) -> str:
@@ -146,7 +163,10 @@ def _packing(config: Any, kv_cache_config: Any) -> str:
 
     if not current_platform.is_cpu():
         return ""
-    packings = {cpu_packing(config, spec) for spec in attention_specs(kv_cache_config)}
+    packings = {
+        cpu_packing(config, spec, cache_dtype_of(config.cache_config, spec))
+        for spec in attention_specs(kv_cache_config)
+    }
     return f"/{'+'.join(sorted(packings))}"
 
 

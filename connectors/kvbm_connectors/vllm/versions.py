@@ -109,14 +109,13 @@ def tp_replicas(kv_cache_config: Any) -> int:
     return int(getattr(kv_cache_config, "kv_tp_replicas", 0))
 
 
-def cpu_packing(config: Any, spec: Any) -> str:
+def cpu_packing(config: Any, spec: Any, cache_dtype: str) -> str:
     """Return the instruction set by which K is packed inside a block on CPU."""
     # No version has a public name for it.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    model, cache = config.model_config, config.cache_config
     head_size = getattr(spec, "head_size", None)
-    return str(_get_attn_isa(model.dtype, spec.block_size, head_size, cache.cache_dtype))
+    return str(_get_attn_isa(config.model_config.dtype, spec.block_size, head_size, cache_dtype))
 
 
 def sources_of(hit: Hit, tokens: int) -> dict[Any, int]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from kvbm_connectors.vllm.namespace import refusal_of, rewritten_by_drafts
+from kvbm_connectors.vllm.namespace import cache_dtype_of, refusal_of, rewritten_by_drafts
+
+
+class Mode(IntEnum):
+    """vllm.v1.kv_cache_interface.KVQuantMode."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
 
 
 @pytest.mark.parametrize(
@@ -21,6 +30,31 @@ def test_modules_of_a_draft_model_but_the_first_write_again(
     if lookahead is not None:
         config.num_prefill_lookahead_tokens = lookahead
     assert rewritten_by_drafts(config) == rewritten
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "worker", "spec", "found"),
+    [
+        ("auto", "auto", {}, "auto"),
+        ("auto", "auto", {"kv_quant_mode": Mode.NONE}, "auto"),
+        ("auto", "fp8", {"kv_quant_mode": Mode.FP8_PER_TENSOR}, "fp8"),
+        ("fp8_e5m2", "fp8_e5m2", {"kv_quant_mode": Mode.FP8_PER_TENSOR}, "fp8_e5m2"),
+        ("fp8", "fp8_ds_mla", {"cache_dtype_str": "fp8_ds_mla"}, "fp8_ds_mla"),
+        ("auto", "auto", {"cache_dtype_str": None}, "auto"),
+        ("fp8", "fp8", {"cache_dtype_str": "auto", "kv_quant_mode": Mode.NONE}, "fp8"),
+    ],
+)
+def test_all_processes_of_an_engine_name_its_kv_alike(
+    scheduler: str, worker: str, spec: dict[str, Any], found: str
+) -> None:
+    """Goal: vLLM resolves the format of KV while it loads a model, and its scheduler's process
+    loads none: an engine of several processes is cached all the same."""
+    for configured in (scheduler, worker):
+        cache_config = SimpleNamespace(cache_dtype=configured)
+        for one in (
+            SimpleNamespace(**spec), SimpleNamespace(kv_cache_specs={"0": SimpleNamespace(**spec)})
+        ):  # fmt: skip
+            assert cache_dtype_of(cache_config, one) == found
 
 
 def test_ranks_with_schedulers_of_their_own_are_not_cached() -> None:
