@@ -107,11 +107,19 @@ class FleetView:
     """Whether this service reaches NATS."""
     registry_error: str = ""
     """Why `instances` may be out of date."""
+    lost: Sequence[ServiceRecord] = ()
+    """Services that fell silent and are not registered any more."""
+
+    def __post_init__(self) -> None:
+        """Assert that no service is both registered and lost."""
+        both = {one.key for one in self.lost} & {one.record.key for one in self.instances}
+        assert not both, f"{sorted(both)} are registered, and lost"
 
     def on_host(self, host: str) -> FleetView:
         """Return the part that is on one host; all of it without a name."""
         here = [one for one in self.instances if host in ("", one.record.host)]
-        return replace(self, instances=here)
+        lost = [one for one in self.lost if host in ("", one.host)]
+        return replace(self, instances=here, lost=lost)
 
 
 class Totals:

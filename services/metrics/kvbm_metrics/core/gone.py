@@ -81,6 +81,10 @@ class GoneServices:
             key=lambda one: (one.record.kind, one.record.host, one.record.instance),
         )
 
+    def lost(self, now_s: float) -> list[ServiceRecord]:
+        """Return the services that went silent and are not back, without those that left."""
+        return [one.record for one in self.of(now_s) if one.manner == "lost"]
+
     def _expire(self, now_s: float) -> None:
         for key, one in list(self._gone.items()):
             assert one.at_s <= now_s, f"{key} went at {one.at_s} s, after {now_s} s"

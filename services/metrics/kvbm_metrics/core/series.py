@@ -195,14 +195,20 @@ def _about_instances(view: FleetView, *, version: str) -> list[Block]:
     """Return what this service knows of the others from the registry and their stats."""
     build = Block("kvbm_build_info", "The version of KVBM.")
     build.add({"version": version}, 1)
-    up = Block("kvbm_up", "Whether a registered instance answers.")
-    ready = Block("kvbm_ready", "Whether a registered instance serves.")
+    up = Block("kvbm_up", "Whether an instance answers; 0 also for one that was lost.")
+    ready = Block("kvbm_ready", "Whether an instance serves; 0 also for one that was lost.")
     for one in view.instances:
-        record = one.record
-        labels = {"kind": record.kind, "host": record.host, "instance": record.instance}
+        labels = _instance_labels(one.record)
         up.add(labels, one.up)
         ready.add(labels, one.ready)
+    for record in view.lost:  # Without a series no alert would speak of it.
+        up.add(_instance_labels(record), 0)
+        ready.add(_instance_labels(record), 0)
     return [build, up, ready, *_about_tiers(view)]
+
+
+def _instance_labels(record: ServiceRecord) -> dict[str, str]:
+    return {"kind": record.kind, "host": record.host, "instance": record.instance}
 
 
 def _about_tiers(view: FleetView) -> list[Block]:

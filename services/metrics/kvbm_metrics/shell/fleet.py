@@ -240,7 +240,13 @@ class Fleet:
             instances=with_names([task.result() for task in asked]),
             connected=self._bus.connected,
             registry_error=registry_error,
+            lost=self._lost(),
         )
+
+    def _lost(self) -> list[ServiceRecord]:
+        """Return the services that fell silent; the list of live ones may be the newer one."""
+        live = {record.key for record in self._records}
+        return [one for one in self._gone.lost(self._clock_s()) if one.key not in live]
 
     async def _refresh_records(self) -> str:
         """Read the registry; when that fails keep what it said last, and say why."""

@@ -269,6 +269,16 @@ def test_up_ready_build_and_tiers() -> None:
     assert "kvbm_tier_slabs{" not in text, "a release before has no slabs"
 
 
+def test_a_lost_instance_is_neither_up_nor_ready() -> None:
+    """Goal: `kvbm_ready == 0` finds a tier that is registered no more."""
+    view = FleetView(instances=[alive(stats("index"))], lost=[record("disk-tier", host="b")])
+    text = text_of(view)
+    assert value_of(text, "kvbm_up", kind="disk-tier", host="b", instance="0") == 0
+    assert value_of(text, "kvbm_ready", kind="disk-tier", host="b", instance="0") == 0
+    assert view.on_host("a").lost == []
+    assert view.on_host("b").lost == view.lost
+
+
 def test_what_each_size_of_slots_has_is_a_gauge() -> None:
     """Bytes and slabs by length, slabs by state, and what no block fills."""
     text = text_of(FleetView(instances=[alive(two_sizes())]))

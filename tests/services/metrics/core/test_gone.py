@@ -39,6 +39,15 @@ def test_a_service_that_is_back_is_not_gone() -> None:
     assert gone_after(Left(HOST, "expired"), Joined(back), Left(back, "expired")) != []
 
 
+def test_of_those_that_are_gone_some_are_lost() -> None:
+    """An alert speaks of them for as long as the page does, and not of those that left."""
+    services = GoneServices()
+    services.take(Left(HOST, "expired"), 0.0)
+    services.take(Left(DISK, "deleted"), 0.0)
+    assert services.lost(LOST_AGE_S - 1) == [HOST]
+    assert services.lost(LOST_AGE_S) == []
+
+
 def test_engines_are_not_services() -> None:
     """They come and go with the requests of others."""
     assert gone_after(Left(record(ENGINE), "expired")) == []

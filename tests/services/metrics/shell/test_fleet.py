@@ -70,7 +70,7 @@ async def status_when(client: AsyncClient, holds: Callable[[Any], object]) -> An
 
 
 async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClient) -> None:
-    """1. It is there. 2. It falls silent: lost, since when. 3. Another life: not gone any more."""
+    """1. It is there. 2. It falls silent: lost, since when; not ready. 3. Another life: there."""
     async with short_lived(bus) as registry:
         await registry.register("host-tier", "b", "0")
         before = await status_when(client, lambda said: said["hosts"] == ["b"])
@@ -80,6 +80,12 @@ async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClie
     assert (gone["kind"], gone["host"], gone["manner"]) == ("host-tier", "b", "lost")
     assert gone["gone_ms_ago"] >= 0
     assert lost["hosts"] == ["b"]
+    series = 'kvbm_ready{host="b",instance="0",kind="host-tier"}'
+
+    async def is_not_ready() -> bool:
+        return f"\n{series} 0.0\n" in (await client.get("/metrics")).text
+
+    await ask_until(is_not_ready, deadline_s=DEADLINE_S, poll_s=0.1)
     async with short_lived(bus) as registry:
         await registry.register("host-tier", "b", "0")
         await status_when(client, lambda said: not said["gone"])
@@ -93,6 +99,11 @@ async def test_a_service_that_leaves_is_not_lost(bus: Bus, client: AsyncClient) 
         await entry.revoke()
         [gone] = (await status_when(client, lambda said: said["gone"]))["gone"]
         assert (gone["kind"], gone["manner"]) == ("disk-tier", "left")
+
+        async def has_no_series() -> bool:
+            return "disk-tier" not in (await client.get("/metrics")).text
+
+        await ask_until(has_no_series, deadline_s=DEADLINE_S, poll_s=0.1)
 
 
 async def test_the_last_hour_is_there_for_who_asks_first(bus: Bus, client: AsyncClient) -> None:
