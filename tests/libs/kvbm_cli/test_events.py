@@ -20,7 +20,7 @@ from kvbm_cli.events import Wanted, checked, json_line_of, kind_of, line_of, lin
 from kvbm_common.access.nats_access import nats_access
 from kvbm_common.access.roles import ADMIN, CONSUMER
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import ConfigError
+from kvbm_common.errors import ConfigError, RequestFailed
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_message import EventMessage
@@ -316,8 +316,8 @@ async def test_the_consumer_in_python(
     """
     source = await serving(Source(), admin)
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    take = code[code.index("async def take") : code.index("async def main")]
-    assert len(take.strip().splitlines()) < 30
+    take = code[code.index("async def snapshot_of") : code.index("async def main")]
+    assert len(take.strip().splitlines()) < 35
     example = tmp_path / "example.py"
     example.write_text(code)
     source.store(1, 2)
@@ -371,6 +371,45 @@ async def test_the_consumer_asks_who_answers_for_each_source(
         sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
     )
     await running.wait_line(f"{{'gpu-a/{name}': 4}}")
+    await running.end()
+
+
+async def test_the_consumer_leaves_out_a_source_that_cannot_say_what_it_holds(
+    guarded: Settings, admin: Bus, tmp_path: Path
+) -> None:
+    """Goal: a stream without an engine's beginning ends no consumer, whoever answers for it.
+
+    1. The consolidator knows the engine no more, nothing answers for the tier of host gpu-b, and
+    the disk tier is silent. 2. The host tier is read. 3. The disk tier answers at its next event.
+    """
+    gone, away = Source("vllm-0", epoch=6), Source(host="gpu-b", epoch=7)
+    late, source, silent = Source("disk-tier-0", epoch=8), Source(), asyncio.Event()
+
+    async def refuse(_payload: bytes) -> bytes:
+        raise RequestFailed("unknown_source", "vllm-0 is not here")
+
+    async def answer(_payload: bytes) -> bytes:
+        await silent.wait()
+        return msgspec.json.encode(late.announcer.snapshot([block(n) for n in range(1, 5)]))
+
+    await admin.add_verbs("consolidator", "0", "gpu-a", {"snapshot": refuse})
+    await admin.add_verbs("disk-tier", "0", "gpu-a", {"snapshot": answer})
+    for one in (gone, away, late):
+        one.store(1, 2)
+        await publish(admin, one.events[-1])
+    source.store(1)
+    await publish(admin, *source.events)
+    example = tmp_path / "example.py"
+    example.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0])
+    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
+    running = await Running.start(
+        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
+    )
+    await running.wait_line("{'gpu-a/host-tier-0': 1}")
+    silent.set()
+    late.store(3)
+    await publish(admin, late.events[-1])
+    await running.wait_line("{'gpu-a/host-tier-0': 1, 'gpu-a/disk-tier-0': 4}")
     await running.end()
 
 
