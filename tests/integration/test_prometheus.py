@@ -34,9 +34,7 @@ DEADLINE_S = 60.0
 
 NEEDS = {
     "kvbm_disk_troubles_total": "a disk that has failed",
-    'kvbm_evictions_total{reason="corrupt"}': "a block that was wrong",
     "kvbm_event_horizon_seconds": "an event stream that has forgotten",
-    "kvbm_events_dropped_total": "an event that was dropped",
     "kvbm_dropped_total": "work that was given up",
     'kvbm_missed_blocks_total{reason=~"not_remembered': "a miss that is not explained",
 }

@@ -123,6 +123,8 @@ class EventPublisher:
             "Events that were never published; consumers see a gap.",
             labels=("reason",),
         )
+        for reason in ("outbox_full", "too_large", "invalid_subject"):
+            self._dropped.labels(reason=reason)  # An alert sees no first loss in a late series.
         self._depth = counters.gauge(
             f"{metrics_prefix}_events_outbox",
             "Events that wait for publication or acknowledgement.",

@@ -87,7 +87,8 @@ class HeldBlocks:
         self._search_at_ms: dict[tuple[int, Tenant], int] = {}
         """Block size and tenant → when a staging arena may be searched again for room for them.
         Entries whose time has passed go with the next one."""
-        self._counts["evictions.evicted"] = 0
+        for reason in ("evicted", "corrupt"):  # An alert sees no first loss in a late series.
+            self._counts[f"evictions.{reason}"] = 0
 
     # --- the slots --------------------------------------------------------------------------
 

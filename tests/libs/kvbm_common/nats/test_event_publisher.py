@@ -42,6 +42,14 @@ async def test_full_outbox_drops_the_oldest_and_counts(bus: Bus, nats_server: Na
     assert bus.counters.value("kvbm_events_dropped_total", reason="outbox_full") == 15
 
 
+async def test_the_counts_of_dropped_events_begin_at_zero(bus: Bus) -> None:
+    """Goal: `increase()` sees the first loss of a process; a series born at N shows none."""
+    bus.event_publisher("test")
+    (dropped,) = [one for one in bus.counters.families() if "events_dropped" in one.name]
+    shown = {sample.labels["reason"]: sample.value for sample in dropped.samples}
+    assert shown == {"outbox_full": 0, "too_large": 0, "invalid_subject": 0}
+
+
 async def test_full_outbox_keeps_the_last_event_of_each_source(
     bus: Bus, nats_server: NatsServer
 ) -> None:

@@ -120,6 +120,11 @@ def test_an_empty_arena_is_looked_at_after_a_pause() -> None:
 # --- what differs -----------------------------------------------------------------------------
 
 
+def test_corrupt_blocks_are_counted_from_zero() -> None:
+    """Goal: the alert sees the first one; a series that is born at 1 shows no increase."""
+    assert host_of().core.view.counts["evictions.corrupt"] == 0
+
+
 def test_a_block_that_differs_is_discarded() -> None:
     """It is announced as removed, counted, said, and found no more; the others stay."""
     host = host_of()
