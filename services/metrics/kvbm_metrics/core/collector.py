@@ -128,9 +128,14 @@ class Totals:
     A plain sum would fall when an instance dies or misses one answer, and Prometheus would take the
     fall for a restart and count everything again. So each instance adds what it has counted since
     its last answer, and from zero in a new life (epoch).
+
+    They begin at 0 with this process. What an older instance has counted before is its baseline:
+    Prometheus would count it twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, since_epoch: int = 0) -> None:
+        """Count all of the lives that begin after `since_epoch`, the epoch of this process."""
+        self._since_epoch = since_epoch
         self._totals = dict.fromkeys(KVBM_COUNTERS, 0.0)
         self._seen: dict[tuple[str, str, str], tuple[int, dict[str, float]]] = {}
 
@@ -138,9 +143,10 @@ class Totals:
         """Add what is new. The same snapshot again, or one of an older life, adds nothing."""
         for snapshot in snapshots:
             key = (snapshot.kind, snapshot.host, snapshot.instance)
-            epoch, before = self._seen.pop(key, (snapshot.epoch, {}))
+            now = kvbm_counters(snapshot)
+            at_first = {} if snapshot.epoch > self._since_epoch else now
+            epoch, before = self._seen.pop(key, (snapshot.epoch, at_first))
             if snapshot.epoch >= epoch:
-                now = kvbm_counters(snapshot)
                 self._add(now, before if snapshot.epoch == epoch else {})
                 epoch, before = snapshot.epoch, now
             self._seen[key] = epoch, before

@@ -85,8 +85,9 @@ class Fleet:
         cache_s: float = CACHE_S,
         deadline_s: float = ASK_DEADLINE_S,
         clock_s: Callable[[], float] = time.monotonic,
+        since_epoch: int = 0,
     ) -> None:
-        self.totals = Totals()
+        self.totals = Totals(since_epoch=since_epoch)
         self.rates = Rates()
         self._history = History()
         self._gone = GoneServices()

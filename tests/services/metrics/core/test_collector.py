@@ -127,6 +127,26 @@ def test_totals_never_go_back() -> None:
     assert matched(totals) == 169
 
 
+def test_totals_begin_at_zero_with_their_process() -> None:
+    """Goal: `increase()` stays right over a restart, also with an instance that is seen late.
+
+    A reset to 0 is exact for Prometheus, whatever came before. A start with what live instances say
+    would be counted once more, and less than before is not what the dead ones had.
+    """
+    totals = Totals(since_epoch=10)
+    totals.take([counted("kvbm_matched_tokens", 100, epoch=9)])
+    assert matched(totals) == 0
+    totals.take([counted("kvbm_matched_tokens", 130, epoch=9)])
+    assert matched(totals) == 30
+    late = counted("kvbm_matched_tokens", 1000, epoch=5, host="b")
+    totals.take([late])
+    assert matched(totals) == 30
+    totals.take([counted("kvbm_matched_tokens", 7, epoch=11, host="c")])
+    assert matched(totals) == 37, "a life that began after this process counts from its start"
+    totals.take([counted("kvbm_matched_tokens", 3, epoch=12, host="b"), late])
+    assert matched(totals) == 40
+
+
 def test_totals_take_both_spellings_and_only_counters() -> None:
     """A service may or may not write `_total`; a gauge of the same name is somebody's mistake."""
     totals = Totals()
