@@ -31,7 +31,7 @@ from kvbm_common.access.roles import ROLES, Role
 from kvbm_common.access.secret_files import SecretFile, write_secret
 from kvbm_common.config.schema import TOKEN
 from kvbm_common.errors import ConfigError
-from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
+from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX, configuration_text
 from kvbm_common.nats.streams import AS_THEY_COME, CONSUMERS_MAX, StreamLimits
 
 from kvbm_cli.creds import zone_config
@@ -170,7 +170,7 @@ def write_credentials(
         write_secret(directory / place.path, f"{seed}\n")
     zone_config.write_zone_keys(directory, layout.streams.zones, layout.tenants)
     configuration = directory / "server" / CONFIGURATION
-    text = json.dumps(configuration_of(layout, seeds, previous, directory), indent=1)
+    text = configuration_text(configuration_of(layout, seeds, previous, directory))
     write_secret(configuration, f"{text}\n")
     write_secret(directory / LAYOUT, msgspec.json.format(msgspec.json.encode(layout)).decode())
     return configuration

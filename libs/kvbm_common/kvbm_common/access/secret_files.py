@@ -125,7 +125,8 @@ def write_secret(path: Path, text: str, *, mode: int = OWNER_ONLY) -> None:
     with contextlib.suppress(FileNotFoundError):
         draft.unlink()
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY)
-    with os.fdopen(descriptor, "w") as file:
+    # Whatever the locale says; a path that is no UTF-8 goes out as it came in.
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
         os.fchmod(file.fileno(), mode)
     draft.replace(path)

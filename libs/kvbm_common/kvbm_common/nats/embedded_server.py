@@ -42,6 +42,11 @@ def find_binary() -> str:
     return found
 
 
+def configuration_text(settings: Mapping[str, Any]) -> str:
+    """Return a configuration as nats-server reads it: JSON, but no escapes such as `\\u00e4`."""
+    return json.dumps(settings, indent=1, ensure_ascii=False)
+
+
 class NatsServer:
     """One nats-server. With `port=0` a free port is chosen at the first start and then kept."""
 
@@ -142,7 +147,7 @@ class NatsServer:
             "max_payload": PAYLOAD_BYTES_MAX,
             "jetstream": {"store_dir": str(self.directory), "max_file_store": store_bytes},
         }
-        return json.dumps(settings | self.more, indent=1)
+        return configuration_text(settings | self.more)
 
     async def _wait_answer(self, deadline_s: float) -> None:
         end_s = time.monotonic() + deadline_s

@@ -118,8 +118,7 @@ class FleetView:
     def on_host(self, host: str) -> FleetView:
         """Return the part that is on one host; all of it without a name."""
         here = [one for one in self.instances if host in ("", one.record.host)]
-        lost = [one for one in self.lost if host in ("", one.host)]
-        return replace(self, instances=here, lost=lost)
+        return replace(self, instances=here, lost=[x for x in self.lost if host in ("", x.host)])
 
 
 class Totals:

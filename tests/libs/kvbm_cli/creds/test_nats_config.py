@@ -18,6 +18,7 @@ from kvbm_common.access.nats_access import NatsAccess, nats_access
 from kvbm_common.access.roles import CONSUMER
 from kvbm_common.errors import BusUnavailable, ConfigError
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import find_binary
 from kvbm_common.runtime.processes import free_port
 
 from tests.security.guarded_nats import guarded_nats
@@ -52,6 +53,18 @@ def test_the_servers_configuration_has_public_keys_only(tmp_path: Path) -> None:
     assert len(files) > len(seeds)
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     assert not (tmp_path / "server" / "ca.key").exists()
+
+
+def test_the_server_reads_paths_of_any_name(tmp_path: Path) -> None:
+    """Goal: certificates and data may be below a home with a letter beyond ASCII."""
+    directory = tmp_path / 'jörg "j"'
+    store = str(directory / "data")
+    written(directory, names=("localhost",), store_dir=store, **HOSTS)
+    text = (directory / "server" / "nats-server.conf").read_text(encoding="utf-8")
+    assert json.loads(text)["jetstream"]["store_dir"] == store
+    command = [find_binary(), "-t", "--config", str(directory / "server" / "nats-server.conf")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_server_has_no_port_without_credentials(tmp_path: Path) -> None:

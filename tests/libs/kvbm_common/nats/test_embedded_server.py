@@ -12,6 +12,7 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
 from kvbm_common.nats.streams import EVENTS
+from kvbm_common.runtime.processes import free_port
 
 from tests.waiting import lives, wait_until
 
@@ -55,6 +56,23 @@ async def test_port_in_use_is_a_typed_error(nats_server: NatsServer, tmp_path: P
     with pytest.raises(ServiceFailed, match="address already in use"):
         await second.start()
     assert not second.running
+
+
+@pytest.mark.parametrize("name", ["jörg", "日本", "a b", 'say "hi"', "back\\slash", "$HOME", "#1 {x}"])
+async def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """Goal: a home with a letter beyond ASCII starts; the store is where it was asked to be."""
+    async with NatsServer(tmp_path / name) as server:
+        assert (tmp_path / name / "jetstream").is_dir()
+        assert server.running
+
+
+async def test_it_listens_on_ipv6(tmp_path: Path) -> None:
+    """Goal: `KVBM_NATS_URL=nats://[::1]:4222`; an address with colons needs brackets."""
+    async with NatsServer(tmp_path, address="::1", port=free_port()) as server:
+        assert server.url == f"nats://[::1]:{server.port}"
+        bus = await Bus.connect(server.url, "test")
+        assert bus.connected
+        await bus.close()
 
 
 async def test_it_dies_with_its_parent(tmp_path: Path) -> None:
