@@ -72,7 +72,12 @@ class NatsServer:
     @property
     def url(self) -> str:
         """Return the address where the server listens."""
-        return f"nats://{self.address}:{self.port}"
+        return f"nats://{self._listen}"
+
+    @property
+    def _listen(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -143,7 +148,7 @@ class NatsServer:
         store_bytes = max(STORE_BYTES_MAX, self._store_bytes)
         settings = {
             "server_name": self.name,
-            "listen": f"{self.address}:{self.port}",
+            "listen": self._listen,
             "max_payload": PAYLOAD_BYTES_MAX,
             "jetstream": {"store_dir": str(self.directory), "max_file_store": store_bytes},
         }
