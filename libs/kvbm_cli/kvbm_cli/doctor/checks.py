@@ -206,7 +206,8 @@ def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
             f"{found}; no fallocate",
             "DYN_KVBM_DISK_ZEROFILL_FALLBACK=true, or a file system that has it.",
         )
-    return Finding(name, "ok", f"{found}, O_DIRECT {'works' if disk.direct else 'off'}")
+    made = "; the directory will be made" if disk.will_be_made else ""
+    return Finding(name, "ok", f"{found}, O_DIRECT {'works' if disk.direct else 'off'}{made}")
 
 
 def _numa(facts: Facts, _settings: Settings) -> Iterator[Finding]:

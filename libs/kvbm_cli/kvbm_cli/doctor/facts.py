@@ -220,17 +220,25 @@ def _clock() -> tuple[bool, float]:
 
 def _disk(path: Path, settings: Settings) -> DiskFacts:
     try:
-        with tempfile.TemporaryFile(dir=path, prefix="kvbm-doctor-") as file:
+        place = _place_of(path)
+        with tempfile.TemporaryFile(dir=place, prefix="kvbm-doctor-") as file:
             allocates = _allocates(file.fileno())
     except OSError as error:
         return DiskFacts(path=path, error=error.strerror or str(error))
     return DiskFacts(
         path=path,
-        free_bytes=_free_bytes(path),
+        free_bytes=_free_bytes(place),
         own_bytes=_own_bytes(path, settings),
-        direct=_direct_works(path),
+        direct=_direct_works(place),
         allocates=allocates,
+        will_be_made=place != path,
     )
+
+
+def _place_of(path: Path) -> Path:
+    """Return a directory, or the nearest that exists above it, if this user's own."""
+    place = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    return place if place.stat().st_uid == os.geteuid() else path
 
 
 def _allocates(fd: int) -> bool:

@@ -20,6 +20,8 @@ class DiskFacts:
     """Whether O_DIRECT works."""
     allocates: bool = False
     """Whether fallocate works."""
+    will_be_made: bool = False
+    """Whether it is missing, where its tier can make it; the rest is of where that will be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,8 @@ def test_settings_excuse() -> None:
     no_direct = dataclasses.replace(HEALTHY, disks=(dataclasses.replace(DISK, direct=False),))
     assert judged(no_direct, settings(disk_disable_o_direct=True)) == []
     assert judged(dataclasses.replace(HEALTHY, disks=()), settings(disk_cache_gb=0)) == []
+    made = dataclasses.replace(HEALTHY, disks=(dataclasses.replace(DISK, will_be_made=True),))
+    assert judged(made) == []
     full = dataclasses.replace(HEALTHY, shm_free_bytes=0, shm_own_bytes=GB)
     assert judged(full) == []
     few = dataclasses.replace(HEALTHY, shm_free_bytes=GB // 2)
@@ -188,7 +190,7 @@ async def test_facts_of_this_host(
                 **SIZES,
                 "nats_url": nats_server.url,
                 "registry_url": f"etcd://{etcd_server.server},127.0.0.1:1",
-                "disk_cache_dirs": f"{tmp_path},/proc/nowhere",
+                "disk_cache_dirs": f"{tmp_path},/proc/nowhere,{tmp_path}/new/disk",
                 "runtime_dir": tmp_path / "run",
                 "shm_dir": "/dev/shm",
                 "metrics_port": taken.getsockname()[1],
@@ -205,10 +207,14 @@ async def test_facts_of_this_host(
     assert dead.error
     metrics, router = facts.ports
     assert (metrics.is_free, metrics.is_ours, router.is_free) == (False, False, True)
-    good, bad = facts.disks
+    good, bad, new = facts.disks
     assert good.allocates
     assert not good.error
     assert bad.error
+    assert new == dataclasses.replace(
+        good, path=tmp_path / "new/disk", will_be_made=True, free_bytes=new.free_bytes
+    )
+    assert not (tmp_path / "new").exists()
     assert facts.shm_fs == "tmpfs"
     assert {"UCX", "POSIX"} <= set(facts.nixl_plugins)
     assert not (facts.io_uring and facts.linux_aio), "the other tests would fail, too"

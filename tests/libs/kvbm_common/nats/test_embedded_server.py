@@ -58,7 +58,10 @@ async def test_port_in_use_is_a_typed_error(nats_server: NatsServer, tmp_path: P
     assert not second.running
 
 
-@pytest.mark.parametrize("name", ["jörg", "日本", "a b", 'say "hi"', "back\\slash", "$HOME", "#1 {x}"])
+NAMES = ("jörg", "日本", "a b", 'say "hi"', "back\\slash", "$HOME", "#1 {x}")
+
+
+@pytest.mark.parametrize("name", NAMES)
 async def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
     """Goal: a home with a letter beyond ASCII starts; the store is where it was asked to be."""
     async with NatsServer(tmp_path / name) as server:
