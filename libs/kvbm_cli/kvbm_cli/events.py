@@ -37,11 +37,14 @@ from kvbm_common.wire.events import (
 from kvbm_common.wire.packed_events import PACKED, events_on
 
 from kvbm_cli.command_line import code_of, exit_with, one_line, printable
+from kvbm_cli.printing import clock
 
 CLEARED = "cleared"
 KINDS = ("stored", "removed", CLEARED)
 NAMES_MAX = 3
 """Names of blocks in a line; `--json` has all."""
+DATES_END_MS = 253_402_214_400_000
+"""The last day of the year 9999: what comes later is no time stamp."""
 HISTORY_DEADLINE_S = 60.0
 """A full stream of 256 MiB takes some seconds."""
 
@@ -139,11 +142,8 @@ def line_of(sequence: int, event: Event) -> str:
 
 
 def _time_of(ts_ms: int) -> str:
-    """Return the time of day, or the number itself where it is no date."""
-    try:
-        return datetime.fromtimestamp(ts_ms / 1000, UTC).strftime("%H:%M:%S.%f")[:-3]
-    except (ValueError, OverflowError, OSError):
-        return f"{ts_ms} ms"
+    """Return the time of day as `explain` and `audit` show it; the number where it is no date."""
+    return clock(ts_ms) if ts_ms < DATES_END_MS else f"{ts_ms} ms"
 
 
 def json_line_of(payload: bytes) -> str:

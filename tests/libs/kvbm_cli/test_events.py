@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 from kvbm_cli.creds.embedded import authorization_of
 from kvbm_cli.events import Wanted, checked, json_line_of, kind_of, line_of, lines_of, tail
+from kvbm_cli.printing import clock
 from kvbm_common.access.nats_access import nats_access
 from kvbm_common.access.roles import ADMIN, CONSUMER
 from kvbm_common.config.settings import Settings
@@ -215,7 +217,20 @@ def test_long_events_are_shortened_and_ranks_shown() -> None:
     assert line.endswith(f"{3:032x} … 1 more")
 
 
-@pytest.mark.parametrize("ts_ms", [2**63 - 1, 10**15])
+def test_times_are_in_the_time_zone_of_explain_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: one tool, one clock; `--since` takes this time, too. The JSON form has `ts_ms`."""
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        event = Cleared(host="h", source="e", tier="device", epoch=1, seq=2, ts_ms=3_600_007)
+        assert line_of(1, event).startswith("#1 06:30:00.007 h e device ")
+        assert clock(3_600_007) == "06:30:00.007"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize("ts_ms", [2**63 - 1, 10**15, 10**18])
 def test_a_time_that_is_no_date_is_shown_as_it_is(ts_ms: int) -> None:
     event = Cleared(host="h", source="e", tier="device", epoch=1, seq=2, ts_ms=ts_ms)
     assert line_of(1, event).startswith(f"#1 {ts_ms} ms h e device ")

@@ -36,9 +36,7 @@ async def serve(context: ServiceContext) -> None:
     """Serve HTTP until `context.stopping`; raises ConfigError when the port cannot be opened."""
     settings = context.settings
     with open_socket(settings) as listener:
-        fleet = Fleet(
-            context.bus, context.registry, context.counters, since_epoch=context.epoch
-        )
+        fleet = Fleet(context.bus, context.registry, context.counters, since_epoch=context.epoch)
         jobs, audit = Jobs(), AuditLog()
         api = Api(
             fleet=fleet,
