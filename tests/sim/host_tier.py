@@ -105,7 +105,8 @@ class HostTier(Service):
         self._carry_out(aged_host_tier(self.core, self.announced, self.world))
         self.siblings.start()
         self.bus.registry.watch(self, self._registry)
-        self.bus.stream.follow(self, self._is_lower, self._lower_events, new=True)
+        lost = partial(self.step, host.LowerEventsLost())
+        self.bus.stream.follow(self, self._is_lower, self._lower_events, new=True, lost=lost)
         self.every(100, lambda: self.step(host.Tick()))
 
     def stop(self) -> None:

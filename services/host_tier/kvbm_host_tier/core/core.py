@@ -52,6 +52,8 @@ from kvbm_host_tier.core.messages import (
     FromEngine,
     Input,
     LeaseAsked,
+    LowerEventsLost,
+    LowerInput,
     LowerTierJoined,
     LowerTierLeft,
     OfferReceived,
@@ -111,9 +113,8 @@ class HostTierCore:
         self._fills, self._peers, self._below = parts.fills, parts.peers, parts.below
         self._explain, self._reasons = parts.explain, parts.reasons
         self._findable, self._told_misses = parts.findable, parts.told_misses
-        self._hints = parts.hints
         self._admin = TierAdmin(parts.held, parts.leases.leases)
-        self._sharding, self._scrubber = parts.sharding, parts.scrubber
+        self._hints, self._sharding, self._scrubber = parts.hints, parts.sharding, parts.scrubber
         self.view = HostTierView(
             instance=instance, is_staging=staging, counts=MappingProxyType(self._counts),
             _parts=parts,
@@ -175,6 +176,8 @@ class HostTierCore:
                 self._offload.pull_settled(pull)
             case DiskEvent() | LowerTierJoined() | LowerTierLeft() | DiskSnapshot():
                 self._lower_tier(event, now_ms)
+            case LowerEventsLost():
+                self._outbox += self._below.events_lost(now_ms)
             case FillDone():
                 self._onboard.fill_done(event, now_ms)
             case FillFailed():
@@ -323,9 +326,7 @@ class HostTierCore:
 
     # --- lower tiers ------------------------------------------------------------------------
 
-    def _lower_tier(
-        self, event: DiskEvent | LowerTierJoined | LowerTierLeft | DiskSnapshot, now_ms: int
-    ) -> None:
+    def _lower_tier(self, event: LowerInput, now_ms: int) -> None:
         view = self._below.views[event.tier]
         match event:
             case LowerTierJoined(instance):
@@ -363,8 +364,7 @@ class HostTierCore:
         self._leases.expire(now_ms)
         self._held.tenants.tick(now_ms)
         self._held.session_pins.tick(now_ms)
-        for view in self._below.views.values():
-            self._outbox += view.tick(now_ms)
+        self._outbox += self._below.tick(now_ms)
         self._offload.tick(now_ms)
         self._onboard.tick(now_ms)
         self._fills.tick(now_ms)
@@ -389,8 +389,8 @@ class HostTierCore:
         )  # fmt: skip
         for part in parts:
             part.check()
-        owners = [self._offload.staged_slots(), self._fills.staged_slots()]
-        owners.append(self._peers.staged_slots())
+        lent = self._fills.staged_slots(), self._peers.staged_slots()
+        owners = self._offload.staged_slots(), *lent
         staged = set[int]().union(*owners)
         assert len(staged) == sum(map(len, owners)), "a staged slot has two owners"
         assert staged == self._held.table.staged(), "a staged slot has no owner"

@@ -163,6 +163,17 @@ class LowerTierView:
         source.ask_at_ms = min(source.ask_at_ms, now_ms)
         return self._ask(instance, now_ms)
 
+    def events_lost(self, now_ms: int) -> list[AskDiskSnapshot]:
+        """Ask every instance that is there for a snapshot: events may be lost, and leave no gap.
+
+        The next event in order proves nothing: it may have come before the loss, and have waited.
+        """
+        for instance in self.instances:
+            source = self._sources[instance]
+            source.refuse(now_ms)
+            source.ask_at_ms = min(source.ask_at_ms, now_ms)
+        return [question for one in self.instances for question in self._ask(one, now_ms)]
+
     def left(self, instance: str, epoch: int = 0) -> None:
         """Drop what a disk tier held, and remember it as away: the tier has left."""
         self._clear(instance, is_away=True)

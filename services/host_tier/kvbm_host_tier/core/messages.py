@@ -148,6 +148,11 @@ class LowerTierLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class LowerEventsLost:
+    """Events of lower tiers may be lost, and leave no gap: the stream dropped some, or is new."""
+
+
+@dataclass(frozen=True, slots=True)
 class DiskSnapshot:
     """What a disk tier holds; None: it did not say."""
 
@@ -229,6 +234,7 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
 
+LowerInput = DiskEvent | LowerTierJoined | LowerTierLeft | DiskSnapshot
 Input = (
     ArenaMade
     | ArenaRefused
@@ -239,10 +245,8 @@ Input = (
     | PullDone
     | PullFailed
     | PullSettled
-    | DiskEvent
-    | LowerTierJoined
-    | LowerTierLeft
-    | DiskSnapshot
+    | LowerInput
+    | LowerEventsLost
     | FillDone
     | FillFailed
     | LeaseAsked

@@ -169,13 +169,14 @@ class HostTierShell:
         self._peers.on_settled = self._loop.complete
         await self._subscribe()
         await self._siblings.start()
+        follow_below = self._below.follow(self._loop.offer_nowait, self._loop.complete)
         forget = context.registry.watch(self._registry_changed)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._loop.run(), name="core"),
                 tasks.create_task(self._publisher.run(), name="publisher"),
                 tasks.create_task(self._hear_engines(), name="engines"),
-                tasks.create_task(self._below.follow(self._loop.offer_nowait), name="disk events"),
+                tasks.create_task(follow_below, name="disk events"),
                 tasks.create_task(self._peer_reader.run(), name="peer reader"),
                 tasks.create_task(self._siblings.run(), name="siblings"),
             ]

@@ -41,6 +41,7 @@ from kvbm_host_tier.core.messages import (
     FatesTold,
     FillDone,
     FillFailed,
+    LowerEventsLost,
 )
 
 FILL_MARGIN_S = 0.5
@@ -61,15 +62,21 @@ class LowerTierClient:
         self._dropped = dropped
         self._limiter = OncePerKind(log)
 
-    async def follow(self, take: Callable[[DiskEvent], bool]) -> None:
+    async def follow(
+        self, take: Callable[[DiskEvent], bool], lost: Callable[[LowerEventsLost], None]
+    ) -> None:
         """Give every event of a lower tier of this host to `take`, until cancelled.
 
         Only from now on: snapshots tell what was before. `take` returns False when it has no room.
+        `lost` hears that the stream may have lost events.
         """
-        subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
-        async with self._context.bus.event_subscription(
-            start="new", subject=subject, spec=self._context.events
-        ) as events:
+        subscription = self._context.bus.event_subscription(
+            start="new",
+            subject=f"{SUBJECT_PREFIX}.{self._context.host}.*.*",
+            spec=self._context.events,
+            on_stream_lost=lambda: lost(LowerEventsLost()),
+        )
+        async with subscription as events:
             async for batch in events:
                 for message in batch:
                     self._events(message.subject, message.payload, take)

@@ -18,6 +18,7 @@ from kvbm_host_tier.core.messages import (
     DiskEvent,
     DiskSnapshot,
     LeaseAsked,
+    LowerEventsLost,
     LowerTierJoined,
     LowerTierLeft,
     Publish,
@@ -195,6 +196,20 @@ def test_a_disk_tier_that_joins_is_asked_what_it_holds() -> None:
     host.step(LowerTierLeft("0"))
     assert host.found(host.look_up(2)).reason == "not_stored"
     assert host.core.view.statistics(host.now_ms).figures["known_on_disk"] == 0
+
+
+def test_a_stream_that_has_lost_events_is_mended_by_a_snapshot_of_each_lower_tier() -> None:
+    """What was lost was the last that the tier has said: no gap shows it."""
+    host = Host()
+    host.disk_stored(1)
+    assert host.step(LowerEventsLost()) == [AskDiskSnapshot("0")]
+    host.disk_stored(2)  # It waited in the inbox, or came after the loss: both prove nothing.
+    assert of(host.look_up(2), AskFill)
+    snapshot = host.disk.snapshot([on_disk(number) for number in (1, 2, 3)])
+    host.step(DiskSnapshot("0", LowerSnapshot.of(snapshot)))
+    assert of(host.look_up(3), AskFill)
+    host.step(LowerTierLeft("0"))
+    assert host.step(LowerEventsLost()) == []
 
 
 def test_the_last_words_of_a_disk_tier_that_has_left_bring_no_ghost() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Cleared
 from kvbm_common.wire.verbs import SnapshotRequest
-from kvbm_host_tier.core.messages import DiskEvent
+from kvbm_host_tier.core.messages import DiskEvent, LowerEventsLost
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
 
 from tests.services.host_tier.helpers import on_disk
@@ -33,11 +35,14 @@ async def test_an_event_from_the_future_is_dropped(bus: Bus) -> None:
         heard.append(event)
         return True
 
+    def not_lost(event: LowerEventsLost) -> None:
+        pytest.fail(f"nothing was lost: {event}")
+
     publisher = bus.event_publisher("disk-tier-0")
     now = int(time.time() * 1_000_000)
     async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(LowerTierClient(context, dropped).follow(take)),
+            tasks.create_task(LowerTierClient(context, dropped).follow(take, not_lost)),
             tasks.create_task(publisher.run()),
         ]
         seq = 0
@@ -58,6 +63,28 @@ async def test_an_event_from_the_future_is_dropped(bus: Bus) -> None:
         for task in running:
             task.cancel()
     assert {event.event.epoch for event in heard} == {now}
+
+
+async def test_the_core_hears_that_the_stream_has_lost_events() -> None:
+    """A quiet tier says nothing more that would show the gap."""
+    dropped = Metrics().counter("dropped", "Dropped.", labels=("reason",))
+    lost: list[LowerEventsLost] = []
+
+    @contextlib.asynccontextmanager
+    async def event_subscription(
+        *, on_stream_lost: Callable[[], None], **_: Any
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        async def loses() -> AsyncIterator[Any]:
+            on_stream_lost()
+            for batch in list[Any]():
+                yield batch
+
+        yield loses()
+
+    fake = SimpleNamespace(event_subscription=event_subscription)
+    context: Any = SimpleNamespace(bus=fake, host="h", events=EVENTS)
+    await LowerTierClient(context, dropped).follow(lambda _: True, lost.append)
+    assert lost == [LowerEventsLost()]
 
 
 @pytest.mark.parametrize("is_bad", [False, True])
