@@ -210,6 +210,8 @@ class LowerTier(Service):
         def done(reply: object) -> None:
             if isinstance(reply, SnapshotReply):
                 self.step(disk.HostSnapshot(instance, reply))
+            else:
+                self.step(disk.HostSnapshotFailed(instance))
 
         self.bus.request(self, tier, serve, done, limit_ms=VERB_MS)
 

@@ -39,6 +39,7 @@ from kvbm_disk_tier.core.messages import (
     HostJoined,
     HostLeft,
     HostSnapshot,
+    HostSnapshotFailed,
     Input,
     Journaled,
     JournalFailed,
@@ -220,8 +221,8 @@ class DiskTierCore:
                     self.inventory.journal.rewritten(event, now_ms)
                 self.health.heard(event, now_ms)
             case (
-                HostJoined() | HostLeft() | HostEventsLost() | HostSnapshot() | HitsTold()
-                | ArenaKnown() | ArenaFailed()
+                HostJoined() | HostLeft() | HostEventsLost() | HostSnapshot()
+                | HostSnapshotFailed() | HitsTold() | ArenaKnown() | ArenaFailed()
             ):  # fmt: skip
                 self._take_of_host(event, now_ms)
             case WritersKnown(instances):
@@ -265,6 +266,8 @@ class DiskTierCore:
                     told = Told(instance, part.block_bytes, bytes.fromhex(part.namespace))
                     for run in part.runs:
                         self.writes.listed(hashes_from_hex(run.hashes), told, now_ms)
+            case HostSnapshotFailed(instance):
+                self.arenas.snapshot_failed(instance)
             case HitsTold(instance, hits):
                 told = Told(instance, hits.block_bytes, bytes.fromhex(hits.namespace))
                 self.writes.seen(hashes_from_hex(hits.hashes), told, now_ms)

@@ -137,7 +137,7 @@ class AskArena:
 
 @dataclass(frozen=True, slots=True)
 class AskHostSnapshot:
-    """Ask the host tier what it holds; brings HostSnapshot after HostSnapshot, or nothing."""
+    """Ask the host tier what it holds; brings HostSnapshot after HostSnapshot, or its failure."""
 
     instance: str
 

@@ -84,6 +84,8 @@ class HostArenas:
         self._store = store
         self._emit = emit
         self._hosts: dict[str, HostArena] = {}
+        self._unheard: set[str] = set()
+        """Host tiers that were asked what they hold, and have not said it."""
         self._ask_uncut_ms = 0
 
     # --- what is heard ----------------------------------------------------------------------
@@ -146,6 +148,11 @@ class HostArenas:
         for arena in self.mapped.values():
             self._ask_snapshot(arena)
 
+    def snapshot_failed(self, instance: str) -> None:
+        """Note that a host tier did not say what it holds; a tick asks again."""
+        assert instance, "a host tier has a name"
+        self._unheard.add(instance)
+
     def ask_missing(self) -> None:
         """Ask for every arena that is missing and not being asked for."""
         for host in self._hosts.values():
@@ -154,13 +161,16 @@ class HostArenas:
 
     def tick(self, now_ms: int) -> None:
         """Ask for every arena that is missing, and seldom for one that is not cut yet: the registry
-        tells when it is."""
+        tells when it is. Ask again who did not say what it holds."""
         uncut_too = now_ms >= self._ask_uncut_ms
         if uncut_too:
             self._ask_uncut_ms = now_ms + UNCUT_MS
         for host in self._hosts.values():
             if host.is_there and self._wants(host) and (uncut_too or not self._is_uncut(host)):
                 self._ask(host)
+        unheard, self._unheard = self._unheard, set()
+        for instance in sorted(unheard & self.mapped.keys()):
+            self._ask_snapshot(self.mapped[instance])
 
     # --- questions --------------------------------------------------------------------------
 

@@ -55,6 +55,13 @@ class HostSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class HostSnapshotFailed:
+    """A host tier did not say what it holds."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
 class HitsTold:
     """A host tier says which blocks were asked for again."""
 
@@ -282,6 +289,7 @@ HostInput = (
     | HostEvent
     | HostEventsLost
     | HostSnapshot
+    | HostSnapshotFailed
     | HitsTold
     | ArenaKnown
     | ArenaFailed

@@ -73,6 +73,7 @@ from kvbm_disk_tier.core.messages import (
     HostJoined,
     HostLeft,
     HostSnapshot,
+    HostSnapshotFailed,
     Input,
     Leased,
     LeaseFailed,
@@ -313,10 +314,7 @@ class TierShell:
         return AnnounceMore()
 
     async def _say_accepting(self, accepting: bool) -> None:
-        """Tell the other instances whether this one accepts blocks.
-
-        An instance that does not hear of it goes on as before: a block is written twice, or not.
-        """
+        """Tell the others whether this one accepts blocks; unheard, a block is written twice."""
         try:
             await self._context.registration.update({ACCEPTING: accepting})
         except RegistryUnavailable as error:
@@ -334,15 +332,16 @@ class TierShell:
             return ArenaFailed(instance)
         return ArenaKnown(reply)
 
-    async def _host_snapshot(self, instance: str) -> None:
+    async def _host_snapshot(self, instance: str) -> HostSnapshotFailed | None:
         ask = functools.partial(self._ask_host, instance, "snapshot")
         try:
             reply = await ask_snapshot(ask, SnapshotRequest(source=f"host-tier-{instance}"))
         except KvbmError as error:
-            log.warning("no snapshot of host tier %s: %s", instance, error)
-            return
+            self._log.warning(error.label, f"no snapshot of host tier {instance}: {error}")
+            return HostSnapshotFailed(instance)
         for piece in pieces_of(reply):
             await hand_in(self._loop, HostSnapshot(instance, piece), self._log, "a snapshot")
+        return None
 
     async def _lease(self, effect: LeaseHost) -> Leased | LeaseFailed:
         try:

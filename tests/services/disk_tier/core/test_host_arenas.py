@@ -25,6 +25,7 @@ from kvbm_disk_tier.core.messages import (
     HostJoined,
     HostLeft,
     HostSnapshot,
+    HostSnapshotFailed,
     Leased,
 )
 
@@ -171,6 +172,16 @@ def test_after_lost_events_both_are_asked_what_they_hold() -> None:
     disk = TwoHosts()
     asked = of(disk.step(HostEventsLost()), AskHostSnapshot)
     assert asked == [AskHostSnapshot("0"), AskHostSnapshot("1")]
+
+
+def test_a_host_tier_that_did_not_say_what_it_holds_is_asked_again() -> None:
+    """NATS has just come back, and the host tier has not connected yet; one that left is passed."""
+    disk = TwoHosts()
+    disk.step(HostSnapshotFailed("0"))
+    disk.step(HostSnapshotFailed("1"))
+    disk.step(HostLeft("1"))
+    assert of(disk.wait(1_000), AskHostSnapshot) == [AskHostSnapshot("0")]
+    assert of(disk.wait(10_000), AskHostSnapshot) == []
 
 
 def test_each_is_asked_again_by_itself() -> None:
