@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from kvbm_cli.stack import Stack
 from kvbm_common.access.nats_access import nats_access
 from kvbm_common.access.roles import ADMIN
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import ConfigError, KvbmError, RequestFailed
+from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.identity import Hasher, Namespace
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.dumps import ask_dump
@@ -28,10 +29,17 @@ from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.streams import EVENTS, Partitions
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import ENGINE
+from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import serve
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
-from kvbm_common.wire.verbs import verb_subject
-from kvbm_index.shell.partitions import check_partition
+from kvbm_common.wire.verbs import MatchReply, verb_subject
+from kvbm_host_tier.core.peers import QUESTION_MS
+from kvbm_index.shell.partitions import (
+    ANSWER_DEADLINE_S,
+    SILENT_DEADLINE_S,
+    PartitionVerbs,
+    check_partition,
+)
 from kvbm_index.shell.service import serve_index
 
 from tests.waiting import ask_until
@@ -336,6 +344,32 @@ async def test_killed_partition_is_named_and_returns(
         await replicas[2].begin()
         await fleet.wait_whole()
         assert await fleet.ask("dump", {}) == expected
+
+
+async def test_a_partition_that_hangs_soon_delays_no_answer_of_the_others() -> None:
+    """It is waited for once. A host tier waits for a quarter of a second, lookup by lookup."""
+    waits: list[float] = []
+    hung = [True, True, False, False]
+
+    async def request(_subject: str, _payload: bytes, *, deadline_s: float) -> bytes:
+        waits.append(deadline_s)
+        if hung[len(waits) - 1]:
+            raise DeadlineExceeded("no answer")
+        return msgspec.json.encode(MatchReply(asked=1, matches=[]))
+
+    async def own(_payload: bytes) -> bytes:
+        return msgspec.json.encode(MatchReply(asked=1, matches=[]))
+
+    bus: Any = SimpleNamespace(request=request)
+    verbs = PartitionVerbs(bus, Partitions(2), 0, {"match": own}, Metrics(), lambda: b"")
+    missing = []
+    for _ in hung:
+        reply = msgspec.json.decode(await verbs.verbs["match"](b""), type=MatchReply)
+        missing.append(reply.missing)
+    assert missing == [[1], [1], msgspec.UNSET, msgspec.UNSET]
+    full, short = ANSWER_DEADLINE_S, SILENT_DEADLINE_S
+    assert waits == [full, short, short, full]
+    assert short < QUESTION_MS / 2_000
 
 
 async def test_another_number_begins_empty_and_fills(nats_server: NatsServer) -> None:

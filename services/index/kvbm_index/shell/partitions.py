@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import ConfigError, KvbmError, RequestFailed
+from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.streams import Partitions
 from kvbm_common.nats.verb_server import VerbHandler
@@ -45,7 +45,10 @@ from kvbm_index.core.requests import BadRequest, ReplyTooLarge, decoded, encoded
 from kvbm_index.core.routes import in_order, longest
 
 ANSWER_DEADLINE_S = 0.5
-"""Deadline for another partition: half of what an asker of the index waits at least."""
+"""Deadline for another partition."""
+SILENT_DEADLINE_S = 0.05
+"""Deadline for one that did not answer the last question: usually it takes 1 ms, and a host tier
+waits for the whole answer for a quarter of a second."""
 REFUSALS = frozenset({BadRequest.code, ReplyTooLarge.code})
 """A partition that refuses with these has understood the question: all would refuse it."""
 
@@ -109,6 +112,8 @@ class PartitionVerbs:
         self._bus, self._own, self._local, self._next_tie = bus, own, verbs, next_tie
         self._count = partitions.count
         self._log = OncePerKind(log)
+        self._silent: set[int] = set()
+        """Partitions that did not answer the last question in time."""
         self._answers = counters.gauge(
             "kvbm_index_partition_answers",
             "1: the partition answered this replica's last question.",
@@ -191,15 +196,19 @@ class PartitionVerbs:
             return await self._local[verb](payload)
         subject = verb_subject(INDEX_GROUP, verb, host=str(self._count), instance=str(number))
         label = str(number)
+        wait_s = SILENT_DEADLINE_S if number in self._silent else ANSWER_DEADLINE_S
         try:
-            answer = await self._bus.request(subject, payload, deadline_s=ANSWER_DEADLINE_S)
+            answer = await self._bus.request(subject, payload, deadline_s=wait_s)
         except KvbmError as error:
+            if isinstance(error, DeadlineExceeded):
+                self._silent.add(number)
             if isinstance(error, RequestFailed) and error.code in REFUSALS:
                 raise
             self._answers.labels(partition=label).set(0)
             self._missed.labels(partition=label).inc()
             self._log.warning(f"partition_{error.label}", f"partition {number}: {error}")
             return None
+        self._silent.discard(number)
         self._answers.labels(partition=label).set(1)
         return answer
 
