@@ -95,6 +95,8 @@ OF_ALL_HOSTS = Reading(EVENTS, EVENTS.subjects[0])
 THE_REGISTRY = Reading(REGISTRY, ENTRIES)
 
 INDEX_ASKS = tuple(verb_subject("index", verb) for verb in INDEX_QUESTIONS)
+INDEX_BY_NAME = tuple(_verb("index", verb) for verb in INDEX_QUESTIONS)
+"""Questions to a replica by its name: the one that NATS has chosen may not answer."""
 SNAPSHOTS = tuple(_verb(kind, "snapshot") for kind in SNAPSHOT_OWNERS)
 OPERATORS_ASK = tuple(
     dict.fromkeys(
@@ -157,6 +159,7 @@ ROLES = (
               for verb in ("fill", "fates", "snapshot")),
             *(_verb("host-tier", verb) for verb in ("door", "lease", "release")),
             verb_subject("index", "match"),
+            _verb("index", "match"),
         ),
         publishes=(_events(source_of("host-tier")), hits_subject(HOST)),
         hears=(offers_subject(HOST),),
@@ -168,7 +171,7 @@ ROLES = (
     Role(
         name="metrics",
         help="Serves the HTTP API: asks every service, and carries out what operators want.",
-        asks=(*INDEX_ASKS, *OPERATORS_ASK),
+        asks=tuple(dict.fromkeys((*INDEX_ASKS, *INDEX_BY_NAME, *OPERATORS_ASK))),
         reads=(OF_ALL_HOSTS, THE_REGISTRY, Reading(AUDIT, AUDIT.subjects[0])),
         registers=("metrics",),
     ),

@@ -249,6 +249,8 @@ class HostTierShell:
                 self._siblings.registry_changed(event)
             if (record.host, record.instance) != (self._context.host, self._context.instance):
                 self._peer_changed(PeerId(record.host, record.instance), event)
+        if record.kind == "index":
+            self._peers.index_changed(event)
         found = tier_of(f"{record.kind}-{record.instance}")
         if found is None or record.host != self._context.host:
             return

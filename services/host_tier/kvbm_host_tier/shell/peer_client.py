@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import msgspec
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.replicas import ask_any
 from kvbm_common.nixl.transfers import TransferTimeout
 from kvbm_common.registry.records import Changed, Left, RegistryEvent
 from kvbm_common.runtime.loop import monotonic_ms
@@ -44,6 +46,11 @@ from kvbm_host_tier.core.peer_messages import (
 )
 from kvbm_host_tier.shell.peer_reader import PeerReader, PeerReaderClosed, ReadFailed
 
+INDEX_PATIENCE_S = 0.1
+"""NATS gives a question to one replica of the index, which may hang. After so long others are
+asked by name, in time for the question's deadline."""
+INDEXES_MAX = 3
+"""Replicas of the index that are asked by name: a fleet's questions do not all go to each."""
 LEASE_MARGIN_MS = 1_000
 """A lease outlives the read that it is for: who copies ends first."""
 RELEASE_DEADLINE_S = 1.0
@@ -86,6 +93,8 @@ class PeerClient:
         self._known: dict[PeerId, Known] = {}
         self._names: dict[tuple[int, bytes], str] = {}
         """Number of the peer reader process, and metadata of a peer → NIXL's name of the peer."""
+        self._indexes: set[str] = set()
+        """Subjects on which the replicas of the index answer by name."""
         self._meeting: dict[PeerId, asyncio.Lock] = {}
         self._pull_of: dict[int, int] = {}
         """Read that may still write → the pull that it is for."""
@@ -118,9 +127,12 @@ class PeerClient:
             return HoldersTold(ask.question, None)
         request = MatchRequest(hashes=[name.hex() for name in ask.names])
         try:
-            payload = await self._bus.request(
+            payload = await ask_any(
+                self._bus,
                 verb_subject("index", "match"),
                 msgspec.json.encode(request),
+                by_name=self._some_indexes,
+                patience_s=min(INDEX_PATIENCE_S, ask.deadline_ms / 1000),
                 deadline_s=ask.deadline_ms / 1000,
             )
             reply = _match_reply.decode(payload)
@@ -133,6 +145,19 @@ class PeerClient:
             and (match.host, match.source) != (self._host, self._source)
         )
         return HoldersTold(ask.question, holders)
+
+    def index_changed(self, event: RegistryEvent) -> None:
+        """Take what the registry says of a replica of the index."""
+        record = event.record
+        subject = verb_subject("index", "match", host=record.host, instance=record.instance)
+        if isinstance(event, Left):
+            self._indexes.discard(subject)
+        else:
+            self._indexes.add(subject)
+
+    async def _some_indexes(self) -> list[str]:
+        """Return the subjects of a few replicas of the index, others each time."""
+        return random.sample(sorted(self._indexes), min(INDEXES_MAX, len(self._indexes)))
 
     # --- pulls ------------------------------------------------------------------------------
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from kvbm_common.errors import (
-    DeadlineExceeded,
     KvbmError,
-    NoResponder,
     RegistryUnavailable,
     RequestFailed,
 )
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.replicas import ask_any
 from kvbm_common.registry.records import ENGINE, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.bounds import Fill
@@ -41,8 +41,6 @@ MATCH_DEADLINE_S = 2.0
 ANY_DEADLINE_S = 0.5
 """NATS gives a question to one replica of the index, which may hang. After so long all replicas
 are asked by name."""
-OF_ONE_REPLICA = frozenset({"busy", "not_ready"})
-"""Refusals that say nothing of the question: another replica may answer it."""
 OPERATOR_DEADLINE_S = 10.0
 """Longer than a service lets its core take for a verb, so that its own error arrives."""
 CACHE_S = 0.25
@@ -169,49 +167,22 @@ class Fleet:
 
     async def ask_index_raw(self, verb: str, payload: bytes) -> bytes:
         """Ask any index for what is not decoded here; raises as `ask_index`, but no WireError."""
-        try:
-            return await self._bus.request(
-                verb_subject("index", verb), payload, deadline_s=ANY_DEADLINE_S
-            )
-        except DeadlineExceeded:
-            return await self._ask_each_index(verb, payload)
-        except RequestFailed as error:
-            if error.code not in OF_ONE_REPLICA:
-                raise
-            return await self._ask_each_index(verb, payload)
+        return await ask_any(
+            self._bus,
+            verb_subject("index", verb),
+            payload,
+            by_name=functools.partial(self._indexes, verb),
+            patience_s=ANY_DEADLINE_S,
+            deadline_s=MATCH_DEADLINE_S,
+        )
 
-    async def _ask_each_index(self, verb: str, payload: bytes) -> bytes:
-        """Ask every replica of the index, and return what the first one says.
-
-        What a replica refuses because of itself is raised when no other has answered.
-        """
-        subjects = [
+    async def _indexes(self, verb: str) -> list[str]:
+        """Return the subjects of a verb of every replica of the index."""
+        return [
             verb_subject("index", verb, host=record.host, instance=record.instance)
             for record in await self.records()
             if record.kind == "index"
         ]
-        left_s = MATCH_DEADLINE_S - ANY_DEADLINE_S
-        asked = [
-            asyncio.create_task(self._bus.request(subject, payload, deadline_s=left_s))
-            for subject in subjects
-        ]
-        text = f"no index has answered {verb} within {MATCH_DEADLINE_S} s"
-        failure: KvbmError = DeadlineExceeded(text)
-        try:
-            for answer in asyncio.as_completed(asked):
-                try:
-                    return await answer
-                except (DeadlineExceeded, NoResponder):
-                    continue
-                except RequestFailed as error:
-                    if error.code not in OF_ONE_REPLICA:
-                        raise
-                    failure = error
-        finally:
-            for question in asked:
-                question.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-        raise failure
 
     async def records(self) -> Sequence[ServiceRecord]:
         """Return all registered instances; raises RegistryUnavailable when nothing is known."""

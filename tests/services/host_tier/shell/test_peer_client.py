@@ -1,7 +1,9 @@
-"""What the core hears of other host tiers, and of pulls that cannot begin."""
+"""What the core hears of other host tiers and of the index, and of pulls that cannot begin."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -9,7 +11,17 @@ import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.records import Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_host_tier.core.peer_messages import PeerJoined, PeerLeft, PeerPullFailed, PullFromPeer
+from kvbm_common.wire.verbs import HolderMatch, MatchReply
+from kvbm_host_tier.core.peer_messages import (
+    AskHolders,
+    HoldersTold,
+    PeerId,
+    PeerJoined,
+    PeerLeft,
+    PeerPullFailed,
+    PullFromPeer,
+)
+from kvbm_host_tier.core.peers import QUESTION_MS
 from kvbm_host_tier.shell.peer_client import PeerClient
 from kvbm_host_tier.shell.peer_reader import PeerReader
 
@@ -56,3 +68,34 @@ async def test_a_pull_whose_own_reader_is_closed_asks_no_peer() -> None:
     pull = PullFromPeer(1, ANN, (name(1),), (0,), 4096, 1000)
     failed = PeerPullFailed(1, "reader_closed", settled=True)
     assert await client().pull(pull) == failed
+
+
+def index(host: str) -> ServiceRecord:
+    """The entry of a replica of the index."""
+    return ServiceRecord(
+        kind="index", host=host, instance="0", epoch=1, pid=1, started_ms=1, ttl_s=1.0
+    )
+
+
+async def test_a_replica_of_the_index_that_hangs_does_not_take_lookups_along(bus: Bus) -> None:
+    """NATS gives it half of the questions. The other one is asked by name, in time."""
+    stopped = asyncio.Event()
+
+    async def hangs(_payload: bytes) -> bytes:
+        await stopped.wait()
+        return b""
+
+    async def answers(_payload: bytes) -> bytes:
+        match = HolderMatch(host="b", source="host-tier-0", tier="host", rank=0, blocks=1)
+        return msgspec.json.encode(MatchReply(asked=1, matches=[match]))
+
+    await bus.add_verbs("index", "0", "a", {"match": hangs}, shared=True)
+    await bus.add_verbs("index", "0", "b", {"match": answers})
+    reader: Any = SimpleNamespace()
+    client = PeerClient(bus, reader, host="h", source="host-tier-0", counters=Metrics())
+    for host in ("a", "b", "c"):
+        client.index_changed(Joined(index(host)))
+    client.index_changed(Left(index("c"), "expired"))
+    told = await client.holders(AskHolders(1, (name(1),), QUESTION_MS))
+    stopped.set()
+    assert told == HoldersTold(1, ((PeerId("b", "0"), 1),))
