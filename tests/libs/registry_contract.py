@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import platform
 import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
 from kvbm_common.errors import RegistryUnavailable
+from kvbm_common.registry import services
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
 from kvbm_common.registry.services import Registry
 
@@ -207,6 +210,23 @@ class RegistryContract:
         async with asyncio.timeout(self.expires_within_s):
             await first.lost.wait()
         assert not second.lost.is_set()
+        assert first.lost_to.startswith(f"host-tier.h.0: process {os.getpid()} took over; if")
+        assert first.lost_to.endswith("two stacks have KVBM_HOST=h")
+        assert second.lost_to == ""
         await first.revoke()
         (record,) = await theirs.list()
         assert record.epoch == second.epoch > first.epoch
+
+    async def test_another_machine_of_the_same_name_is_named(
+        self, make: MakeRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Goal: two machines with one KVBM_HOST end each other's services, and the log says why."""
+        ours, theirs = await make(), await make()
+        first = await ours.register("host-tier", "h", "0")
+        monkeypatch.setattr(services, "machine_digest", lambda: "of another kernel")
+        monkeypatch.setattr(platform, "node", lambda: "gpu-7")
+        await theirs.register("host-tier", "h", "0")
+        async with asyncio.timeout(self.expires_within_s):
+            await first.lost.wait()
+        assert "another machine, gpu-7:" in first.lost_to
+        assert "KVBM_HOST=h" in first.lost_to

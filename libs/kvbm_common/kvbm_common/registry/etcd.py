@@ -218,8 +218,7 @@ class EtcdRegistration(HeldEntry):
             entry = (await self._client.get(self._key)).entry
             other = _record_of(entry)
             if other is not None and other.epoch > self.epoch:
-                _log.warning("superseded", f"{self._record.key}: process {other.pid} took over")
-                self._lost.set()
+                self._lose(other)
                 return
             record = self._record
             written = await self._put(msgspec.json.encode(record), entry.revision if entry else 0)

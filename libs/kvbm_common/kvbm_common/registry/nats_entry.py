@@ -212,8 +212,7 @@ class NatsRegistration(HeldEntry):
         if other is None or other.epoch <= self.epoch:
             await self.put(take_over=True)
         else:
-            _log.warning("superseded", f"{self._record.key}: process {other.pid} took over")
-            self._lost.set()
+            self._lose(other)
             self.has_left = True
         self._wake_held()
 

@@ -40,6 +40,12 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     held_epoch: Natural = 0
     """The epoch of the entry `held_by`: its next life speaks for nothing of this one."""
 
+    machine: str = ""
+    """A digest that tells running kernels apart. Releases before them say nothing."""
+
+    machine_name: str = ""
+    """What that machine, or container, calls itself: for people."""
+
     @property
     def key(self) -> str:
         """`<kind>.<host>.<instance>`: one service in all its lives."""

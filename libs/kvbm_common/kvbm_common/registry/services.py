@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol
 
 from kvbm_common.registry.records import (
@@ -19,6 +23,10 @@ from kvbm_common.registry.records import (
 )
 from kvbm_common.runtime.logs import OncePerKind
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""All containers of a machine read the same here; each boot makes another one."""
+NAME_MAX = 64
+"""Characters of a machine's name: longer ones are cut."""
 LIST_DEADLINE_S = 3.0
 """How long the first reading of a registry may take."""
 FAILURES = "registry_callback_failures_total"
@@ -41,6 +49,10 @@ class ServiceRegistration(Protocol):
     @property
     def lost(self) -> asyncio.Event:
         """Set when another life of the same service has taken the entry over."""
+
+    @property
+    def lost_to(self) -> str:
+        """Return who has taken the entry over, for the log; empty before that."""
 
     async def update(self, info: Info) -> None:
         """Say something else from now on; raises RegistryUnavailable."""
@@ -94,6 +106,29 @@ def record_of_life(
         ttl_s=ttl_s,
         info=info or {},
         reads_packed=True,
+        machine=machine_digest(),
+        machine_name=platform.node()[:NAME_MAX],
+    )
+
+
+@functools.cache
+def machine_digest(path: Path = BOOT_ID) -> str:
+    """Return a digest of what tells this running kernel from others; empty if it is not known."""
+    try:
+        return blake2b(path.read_bytes().strip(), digest_size=8).hexdigest()
+    except OSError:
+        return ""
+
+
+def superseded_text(own: ServiceRecord, other: ServiceRecord) -> str:
+    """Return a line for the log: who has taken an entry over, and why if it is another machine."""
+    text = f"{own.key}: process {other.pid} took over"
+    if not own.machine or not other.machine or own.machine == other.machine:
+        return f"{text}; if it is no restart, two stacks have KVBM_HOST={own.host}"
+    return (
+        f"{text} on another machine, {other.machine_name or 'without a name'}: this one, "
+        f"{own.machine_name or 'without a name'}, has the same KVBM_HOST={own.host}; give each "
+        "its own, or they end each other without end"
     )
 
 
@@ -103,6 +138,7 @@ class HeldEntry:
     def __init__(self, record: ServiceRecord) -> None:
         self._record = record
         self._lost = asyncio.Event()
+        self._lost_to = ""
         self._task: asyncio.Task[None] | None = None
         self._forget: Callable[[HeldEntry], None] | None = None
 
@@ -120,6 +156,18 @@ class HeldEntry:
     def lost(self) -> asyncio.Event:
         """Set when another life of the same service has taken the entry over."""
         return self._lost
+
+    @property
+    def lost_to(self) -> str:
+        """Return who has taken the entry over, for the log; empty before that."""
+        return self._lost_to
+
+    def _lose(self, other: ServiceRecord) -> None:
+        """Yield to a newer life of the same service."""
+        assert other.epoch > self.epoch, f"{self._record.key}: {other.epoch} is no newer life"
+        self._lost_to = superseded_text(self._record, other)
+        _log.warning("superseded", self._lost_to)
+        self._lost.set()
 
     def start(self, forget: Callable[[HeldEntry], None]) -> None:
         """Begin to send the heartbeats; `forget` is called when they end."""

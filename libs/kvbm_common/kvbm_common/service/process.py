@@ -371,8 +371,8 @@ async def _run_main(main: Main, context: ServiceContext) -> int:
 
     async def watch(event: asyncio.Event, text: str) -> None:
         await event.wait()
-        failures.append(text)
-        _log.error("%s; stopping", text)
+        failures.append(context.registration.lost_to or text)
+        _log.error("%s; stopping", failures[-1])
         context.stopping.set()
 
     watchers = [
