@@ -180,6 +180,14 @@ def _disks(facts: Facts, settings: Settings) -> Iterator[Finding]:
     share = settings.disk_cache_bytes // max(1, len(facts.disks))
     for disk in facts.disks:
         yield _disk(disk, share, settings)
+        for store in disk.left:
+            yield Finding(
+                f"store {store.path}",
+                "better",
+                f"{_size(store.bytes)} of another host's name, which no disk tier uses",
+                "Was this host renamed? Set KVBM_HOST to the old name to keep the blocks, or "
+                "delete the directory.",
+            )
 
 
 def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:

@@ -42,6 +42,7 @@ from kvbm_cli.doctor.host import (
     PortFacts,
     SecretFacts,
 )
+from kvbm_cli.doctor.left_stores import left_stores
 from kvbm_cli.doctor.listeners import listeners
 
 ANSWER_DEADLINE_S = 2.0
@@ -232,6 +233,7 @@ def _disk(path: Path, settings: Settings) -> DiskFacts:
         direct=_direct_works(place),
         allocates=allocates,
         will_be_made=place != path,
+        left=left_stores(path, settings.host),
     )
 
 

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+@dataclass(frozen=True, slots=True)
+class LeftStore:
+    """A disk tier's store of another host's name that no process uses."""
+
+    path: Path
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
     """One directory of the disk tier."""
@@ -22,6 +30,7 @@ class DiskFacts:
     """Whether fallocate works."""
     will_be_made: bool = False
     """Whether it is missing, where its tier can make it; the rest is of where that will be."""
+    left: tuple[LeftStore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from kvbm_cli.doctor.checks import examine
 from kvbm_cli.doctor.facts import engines_of, gather
 from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
+from kvbm_cli.doctor.left_stores import left_stores
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.processes import free_port
+from kvbm_disk_tier.shell.own_files import lock_directory
 
 from tests.etcd_server import EtcdServer
 
@@ -161,6 +163,27 @@ async def test_engines_of_this_host_are_those_that_the_admin_api_lists() -> None
         found = await asyncio.to_thread(engines_of, chosen)
     assert found == (EngineFacts("vllm-0", 0, "never"),)
     assert engines_of(settings(host="here", metrics_port=free_port())) == ()
+
+
+def test_a_store_of_a_former_name_is_named_with_its_size(tmp_path: Path) -> None:
+    """A renamed host begins with an empty disk, and the old store stays: neither ours, nor one
+    that is in use, nor what is no store is told."""
+    for directory in ("kvbm-old-0", "kvbm-used-0", "kvbm-new-0", "kvbm-notes"):
+        (tmp_path / directory).mkdir()
+        if directory != "kvbm-notes":
+            (tmp_path / directory / "journal").write_bytes(b"1" * 8192)
+    (tmp_path / "kvbm-file").write_bytes(b"")
+    locked = lock_directory(tmp_path / "kvbm-used-0")
+    left = left_stores(tmp_path, "new")
+    locked += lock_directory(tmp_path / "kvbm-old-0")  # The doctor holds nothing.
+    for fd in locked:
+        os.close(fd)
+    assert left_stores(tmp_path / "missing", "new") == ()
+    assert [(store.path.name, store.bytes >= 8192) for store in left] == [("kvbm-old-0", True)]
+    facts = dataclasses.replace(HEALTHY, disks=(dataclasses.replace(DISK, left=left),))
+    [finding] = judged(facts)
+    assert finding.check == f"store {tmp_path}/kvbm-old-0"
+    assert finding.level == "better"
 
 
 def test_settings_excuse() -> None:
