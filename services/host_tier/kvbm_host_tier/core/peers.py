@@ -176,18 +176,19 @@ class Peers:
             self._index.trouble(now_ms)
             return None
         self._index.good()
-        for peer, blocks in sorted(told.holders, key=lambda one: (-one[1], self._place(one[0]))):
-            breaker = self._breakers.get(peer)
-            if breaker is not None and breaker.allows(now_ms):
-                return peer, blocks
+        known = [one for one in told.holders if one[0] in self._breakers]
+        if usable := [one for one in known if self._breakers[one[0]].allows(now_ms)]:
+            return min(usable, key=lambda one: (-one[1], self._place(one[0])))
         if told.holders:
             self._counts["dropped.peer_bypassed"] += 1
         return None
 
-    def _place(self, peer: PeerId) -> tuple[int, PeerId]:
-        """Return the place of a peer among equals, which each asker draws for itself."""
+    def _place(self, peer: PeerId) -> tuple[bool, int, PeerId]:
+        """Return the place of a peer among equals, which each asker draws for itself. One that has
+        to prove itself is tried with blocks that no other has."""
         assert peer != self._own, f"{peer} would pull from itself"
-        return block_checksum(f"{self._own} {peer}".encode()), peer
+        is_doubtful = self._breakers[peer].state is not BreakerState.CLOSED
+        return is_doubtful, block_checksum(f"{self._own} {peer}".encode()), peer
 
     # --- pulls ------------------------------------------------------------------------------
 

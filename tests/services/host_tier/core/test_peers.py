@@ -261,6 +261,20 @@ def test_a_peer_whose_reader_is_closed_does_not_hide_another_that_has_the_blocks
     assert host.core.view.counts["peer_bypasses"] == 1
 
 
+def test_a_peer_that_was_bypassed_is_tried_with_blocks_that_no_other_has() -> None:
+    """1. Ann is to be tried again. 2. Ben has as much: no lookup is risked. 3. Ann has more."""
+    host = HostWithPeers(peers=(ANN, BEN))
+    for number in range(FAILURES_MAX):
+        [ask] = of(host.look_up(10 * number, 10 * number + 1), AskHolders)
+        [pull] = of(host.answer(ask, (ANN, 2)), PullFromPeer)
+        host.lost(pull, reason="door_closed")
+    host.wait(PAUSE_MS)
+    for number, blocks, peer in ((100, 2, BEN), (200, 1, ANN)):
+        [ask] = of(host.look_up(number, number + 1), AskHolders)
+        [pull] = of(host.answer(ask, (BEN, blocks), (ANN, 2)), PullFromPeer)
+        assert pull.peer == peer
+
+
 def test_askers_are_spread_among_peers_that_have_the_same_blocks() -> None:
     """Whatever the order of the answer, an asker stays with one of them."""
     first = list[PeerId]()
