@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import typer
 from kvbm_common.config.settings import Settings
@@ -28,6 +28,15 @@ Result = TypeVar("Result")
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of an answer that has another form than the metrics service gives."""
 
+
+class Effect(NamedTuple):
+    """The field of a reply that says that a change had an effect, and the line where none had."""
+
+    field: str = ""
+    otherwise: str = ""
+
+
+NO_EFFECT = Effect()
 AS_JSON = typer.Option(False, "--json", help="Print the answer as JSON.")
 URL = typer.Option("", help="The admin API, instead of the configured one.")
 WAIT = typer.Option(True, help="Wait until the job has ended.")
@@ -72,11 +81,19 @@ def asked(ask: Callable[[Client], Result], url: str) -> Result:
         exit_with(f"kvbm: {error.code}: {error}", REFUSED)
 
 
-def run_change(path: str, body: Json, url: str, as_json: bool) -> None:
-    """Make a change, and print what became of it at each instance."""
+def run_change(path: str, body: Json, url: str, as_json: bool, effect: Effect = NO_EFFECT) -> None:
+    """Make a change, and print what became of it at each instance.
+
+    One that was carried out everywhere without its effect ends with 1, too.
+    """
 
     def failed(told: Json) -> bool:
-        return not all(one["ok"] for one in told["outcomes"])
+        if not all(one["ok"] for one in told["outcomes"]):
+            return True
+        has_effect = not effect.field or any(one["reply"][effect.field] for one in told["outcomes"])
+        if not has_effect:
+            print(f"kvbm: {effect.otherwise}", file=sys.stderr)
+        return not has_effect
 
     run(lambda api: api.post(path, body), outcome_tables, url, as_json, failed)
 

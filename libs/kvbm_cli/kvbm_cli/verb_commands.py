@@ -21,8 +21,10 @@ from kvbm_common.wire.operator_verbs import (
 from kvbm_cli.asking import (
     AS_JSON,
     DEADLINE,
+    NO_EFFECT,
     URL,
     WAIT,
+    Effect,
     Json,
     Rows,
     picked,
@@ -35,6 +37,11 @@ from kvbm_cli.command_line import WRONG, exit_with
 from kvbm_cli.removal import DRY_RUN, YES, agreed, is_removal
 
 Command = Callable[..., None]
+EFFECTS: Mapping[str, Effect] = {
+    "pin": Effect("pinned", "nothing was pinned: these tiers have none of the blocks"),
+    "unpin": Effect("ended", "no such pin; `kvbm pins` lists all"),
+}
+"""Changes that may be carried out and change nothing."""
 
 
 def commands() -> dict[str, Command]:
@@ -62,7 +69,7 @@ def _command_of(verb: OperatorVerb) -> Command:
         if verb.job:
             run_job(verb.route, body, url, as_json, deadline_s if wait else 0.0)
         else:
-            run_change(verb.route, body, url, as_json)
+            run_change(verb.route, body, url, as_json, EFFECTS.get(verb.name, NO_EFFECT))
 
     parameters = [_parameter(verb, one) for one in verb.given]
     if verb.job:

@@ -17,6 +17,11 @@ class KvbmError(Exception):
         """The error in one of few words, for log kinds and metric labels."""
         return self.code
 
+    @property
+    def text(self) -> str:
+        """What happened, without the code: for answers that have the code beside it."""
+        return str(self)
+
 
 class ConfigError(KvbmError):
     """A setting has a value that it cannot have. The text names the variable and what it takes."""
@@ -75,6 +80,11 @@ class RequestFailed(KvbmError):
         self.code = code
         self.message = message
         self.field = field
+
+    @property
+    def text(self) -> str:
+        """What the peer has said, without its code."""
+        return self.message
 
     @property
     def label(self) -> str:

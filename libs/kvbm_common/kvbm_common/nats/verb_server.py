@@ -145,10 +145,10 @@ class VerbServer:
         self.count_failure(subject, error)
         if not isinstance(error, KvbmError):
             error = Internal(type(error).__name__)
-        body = ErrorBody(code=error.code, message=str(error), field=error.field)
+        body = ErrorBody(code=error.code, message=error.text, field=error.field)
         payload = msgspec.json.encode(ErrorReply(error=body))
         try:
-            await request.respond_error(payload, code=error.code, message=str(error))
+            await request.respond_error(payload, code=error.code, message=error.text)
         except (BusUnavailable, MessageTooLarge) as gone:
             # The requester meets its own deadline.
             self.count_failure(subject, gone)

@@ -106,7 +106,7 @@ async def change(
         try:
             reply = await fleet.ask_instance(record, verb, request, _any)
         except KvbmError as error:
-            return OutcomeView(**named, ok=False, code=error.code, message=str(error))
+            return OutcomeView(**named, ok=False, code=error.code, message=error.text)
         reply.pop("v", None)
         return OutcomeView(**named, ok=True, reply=reply)
 

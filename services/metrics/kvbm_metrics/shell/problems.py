@@ -118,8 +118,8 @@ async def _on_kvbm(_request: Request, error: Exception) -> Response:
     theirs = (
         status < HTTPStatus.INTERNAL_SERVER_ERROR
     )  # A service's bad reply is no field of theirs.
-    errors = {error.field: str(error)} if error.field and theirs else None
-    response = problem_response(status, error.code, str(error), errors=errors)
+    errors = {error.field: error.text} if error.field and theirs else None
+    response = problem_response(status, error.code, error.text, errors=errors)
     if status is HTTPStatus.UNAUTHORIZED:
         response.headers["www-authenticate"] = "Bearer"
     return response
