@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,8 @@ class FileMedium:
         self._log = OncePerKind(log)
         self._has_looked = False
         """What an earlier process has left was opened, or is of no use."""
+        self._place: os.stat_result | None = None
+        """The directory with the open files; None: there are none."""
 
     def close(self) -> None:
         """Finish what the store's thread was asked for, and let go."""
@@ -84,16 +87,21 @@ class FileMedium:
             return StoreFailed(str(error))
 
     def _recover(self) -> StoreOpened | StoreAbsent:
-        self._mover.drop_file()
+        self._drop_file()
         found = self._store.recover()
         opened = StoreAbsent() if found is None else self._opened(found)
         self._has_looked = True
         return opened
 
+    def _drop_file(self) -> None:
+        self._place = None
+        self._mover.drop_file()
+
     def _opened(self, found: Replay) -> StoreOpened:
         header = self._store.header
         assert header is not None
         layout = header.layout
+        self._place = os.stat(self._store.options.directory)
         self._mover.use_file(self._store.fd, layout)
         depth = self._mover.depth(self._tuning, layout, found.blocks)
         return StoreOpened(layout, found, depth)
@@ -108,7 +116,7 @@ class FileMedium:
             found = StoreAbsent() if self._has_looked else self._recover()
             if isinstance(found, StoreOpened) or not slot_bytes:
                 return found
-            self._mover.drop_file()
+            self._drop_file()
             outdated = self._store.outdated
             opened = self._opened(self._store.create(slot_bytes))
             return dataclasses.replace(opened, replaced_format=outdated)
@@ -120,8 +128,10 @@ class FileMedium:
         return opened
 
     async def probe(self, _effect: ProbeStore) -> StoreProbed:
-        """Try to read and to write a little."""
-        return StoreProbed(*await asyncio.wrap_future(self._thread.call(self._store.probe)))
+        """Try to read and to write a little; what was removed can be read at most."""
+        read_failure, failure = await asyncio.wrap_future(self._thread.call(self._store.probe))
+        lost = await asyncio.wrap_future(self._thread.call(self._lost))
+        return StoreProbed(read_failure, failure or lost)
 
     def use_arena(self, arena: ArenaReply) -> None:
         """Map it; raises KvbmError or OSError."""
@@ -162,15 +172,32 @@ class FileMedium:
         return JournalRewritten() if effect.is_last else JournalPartWritten()
 
     async def run(self, loop: CoreLoop[Any, Effect]) -> None:
-        """Say what has landed; synchronise every second, if that was asked for."""
+        """Say what has landed; look each second whether the store is still in its place.
+
+        Synchronise then, too, if that was asked for.
+        """
         self._mover.on_landed = lambda read: loop.complete(ReadLanded(read))
         failing = False
-        while self._store.options.sync == "interval":
+        while True:
             await asyncio.sleep(SYNCHRONISE_S)
-            failure = await self.synchronise()
+            failure = await asyncio.wrap_future(self._thread.call(self._lost))
+            if not failure and self._store.options.sync == "interval":
+                failure = await self.synchronise()
             if failing or failure:
                 loop.complete(Synchronised(failure))
             failing = bool(failure)
+
+    def _lost(self) -> str:
+        """Return why the files are no longer where they were opened; empty: they are there."""
+        if self._place is None:
+            return ""
+        try:
+            if os.path.samestat(os.stat(self._store.options.directory), self._place):
+                is_linked = os.fstat(self._store.fd).st_nlink > 0
+                return "" if is_linked else f"the file of slots in {self.where} was removed"
+            return f"another directory is in the place of {self.where}"
+        except OSError as error:
+            return f"{self.where} was removed: {error.strerror}"
 
     async def synchronise(self) -> str:
         """Synchronise the files; returns what went wrong, if something did."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,7 +44,7 @@ class LateInbox(Inbox):
 async def test_what_is_opened_late_does_not_touch_the_arena(made: Arena, tmp_path: Path) -> None:
     """The host tier has lent the slot to another block by then: its bytes were overwritten."""
     medium, inbox = sealed_medium(tmp_path, KEYS), LateInbox()
-    await medium.run(cast("CoreLoop[Any, Any]", inbox))
+    running = asyncio.create_task(medium.run(cast("CoreLoop[Any, Any]", inbox)))
     place = Place(made, medium)
     await medium.open(SLOT_BYTES)
     block = place.fill(0, 65)
@@ -56,6 +57,8 @@ async def test_what_is_opened_late_does_not_touch_the_arena(made: Arena, tmp_pat
     assert isinstance(failed, ReadFailed)
     assert failed.reason == TransferTimeout.code
     assert set(place.bytes_of(1)) == {77}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     medium.close()
 
 
