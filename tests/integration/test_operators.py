@@ -117,10 +117,6 @@ async def test_an_operators_day(stack: Running) -> None:
     assert disk["slots"]["total"] == 10
     refused = str(await operator.reads("resize", "99999999", "--tier", "disk", code=1))
     assert refused.count("bad_size") == 1
-    assert "no such pin" in await operator.says(
-        "unpin", "9", "--tier", "host", "--host", host, code=1
-    )
-    assert "nothing was pinned" in await operator.says("pin", "f" * 32, "--tier", "host", code=1)
     levels = (await operator.reads("loglevel", "warning"))["outcomes"]
     assert {one["kind"] for one in levels} == {
         "index", "host-tier", "disk-tier", "metrics", "consolidator",

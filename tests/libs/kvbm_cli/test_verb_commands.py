@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from kvbm_cli import verb_commands
+from kvbm_cli.admin_client import Client
 from kvbm_cli.main import make_app
 from kvbm_common.wire.operator_verbs import OPERATOR_VERBS
 from typer.testing import CliRunner
@@ -54,6 +56,32 @@ def test_a_command_sends_what_was_given(
     result = CliRunner().invoke(make_app(arguments), arguments)
     assert result.exit_code == 0, result.output
     assert sent == [(path, body, waits_s)]
+
+
+@pytest.mark.parametrize(
+    ("line", "replies", "code", "said"),
+    [
+        (f"pin {A} --tier all", [{"pin": 0, "pinned": 0}, {"pin": 0, "pinned": 0}], 1,
+         "kvbm: nothing was pinned"),
+        (f"pin {A} --tier all", [{"pin": 0, "pinned": 0}, {"pin": 7, "pinned": 1}], 0, ""),
+        ("unpin 7 --tier host --host h", [{"ended": False}], 1, "kvbm: no such pin"),
+        ("unpin 7 --tier host --host h", [{"ended": True}], 0, ""),
+        ("drain --tier host", [{"draining": True}], 0, ""),
+    ],
+)  # fmt: skip
+def test_a_change_without_an_effect_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, line: str, replies: list[Any], code: int, said: str
+) -> None:
+    """Goal: a script sees that nothing was pinned, or unpinned; `--json` is whole all the same."""
+    named = {"kind": "host-tier", "host": "h", "instance": "0", "code": "", "message": ""}
+    told = {"outcomes": [named | {"ok": True, "reply": reply} for reply in replies]}
+    monkeypatch.setattr(Client, "post", lambda _api, _path, _body: told)
+    arguments = [*line.split(), "--json"]
+    result = CliRunner().invoke(make_app(arguments), arguments)
+    assert result.exit_code == code, result.output
+    assert result.stderr.startswith(said)
+    assert bool(result.stderr) is bool(said)
+    assert json.loads(result.stdout) == told
 
 
 def test_every_verb_has_a_command_with_its_help() -> None:
