@@ -110,6 +110,12 @@ def _unplanned(facts: Facts, settings: Settings) -> Iterator[ListenerFacts]:
 
 def _listener(one: ListenerFacts, settings: Settings) -> Finding:
     name = f"open: {one.address}:{one.port}"
+    if one.runtime_dir not in ("", str(settings.runtime_dir)):
+        found = f"{one.process} of the stack in {one.runtime_dir}"
+        if is_loopback(one.address):
+            return Finding(name, "ok", f"{found}: processes of this machine")
+        advice = "kvbm doctor with the settings of that stack says who."
+        return Finding(name, "better", f"{found}: whatever reaches it", advice)
     if is_loopback(one.address):
         return Finding(name, "ok", f"{one.process}, UCX: processes of this machine")
     return Finding(

@@ -73,6 +73,8 @@ class ListenerFacts:
     """The kind of service, `nats`, or `engine`."""
     address: str
     port: int
+    runtime_dir: str = ""
+    """The `KVBM_RUNTIME_DIR` of the process: stacks differ in it; empty: it was given none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,21 @@ _PROCESSES = (
 def listeners() -> tuple[ListenerFacts, ...]:
     """Return every socket of every process of KVBM that this user may look at."""
     found = {
-        ListenerFacts(name, address, port)
+        ListenerFacts(name, address, port, _runtime_dir_of(process))
         for name, process in _processes()
         for address, port in listeners_of(process)
     }
     return tuple(sorted(found, key=lambda one: (one.process, one.address, one.port)))
+
+
+def _runtime_dir_of(process: Path) -> str:
+    """Return the directory that a process was given for its stack's sockets, if any."""
+    with contextlib.suppress(OSError):
+        for variable in (process / "environ").read_bytes().split(b"\0"):
+            name, _, value = variable.partition(b"=")
+            if name == b"KVBM_RUNTIME_DIR":
+                return os.fsdecode(value)
+    return ""
 
 
 def listeners_of(process: Path) -> list[tuple[str, int]]:

@@ -92,6 +92,19 @@ def test_an_open_nats_and_a_readable_secret_are_named(facts: Facts) -> None:
     assert found["open: 127.0.0.1:40000"].level == "ok"
 
 
+def test_a_port_of_another_stack_is_named_so(facts: Facts) -> None:
+    """Goal: its HTTP API is no UCX of ours; whose stack it is stands in the line."""
+    own = str(Settings.load().runtime_dir)
+    other = ListenerFacts("metrics", "127.0.0.1", 26_880, "/run/other")
+    listeners = (other, dataclasses.replace(other, address="0.0.0.0"),
+                 dataclasses.replace(UCX, runtime_dir=own))  # fmt: skip
+    found = findings(dataclasses.replace(facts, listeners=listeners))
+    line = "metrics of the stack in /run/other"
+    assert found["open: 127.0.0.1:26880"].found == f"{line}: processes of this machine"
+    assert found["open: 0.0.0.0:26880"].found == f"{line}: whatever reaches it"
+    assert "UCX" in found["open: 0.0.0.0:40000"].found
+
+
 def test_settings_that_services_refuse_are_wrong(facts: Facts) -> None:
     """Goal: the doctor says beforehand what would end the start."""
     chosen: dict[str, object] = {"nats_url": "nats://192.0.2.1:4222", "metrics_bind": "0.0.0.0"}
