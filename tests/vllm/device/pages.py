@@ -12,12 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.vllm.device.memory import STATE, Group
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+except ImportError:  # Before 0.33.
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 LAYERS = 2
 """Of each group, unless its specs name them."""

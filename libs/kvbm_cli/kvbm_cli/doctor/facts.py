@@ -216,9 +216,6 @@ def _clock() -> tuple[bool, float]:
     return not (timex[5] & CLOCK_UNSYNCHRONISED), timex[3] / 1e6
 
 
-# --- disks ------------------------------------------------------------------------------------
-
-
 def _disk(path: Path, settings: Settings) -> DiskFacts:
     try:
         place = _place_of(path)

@@ -247,8 +247,11 @@ class HostTierShell:
         if record.kind == self._context.kind:
             if record.host == self._context.host:
                 self._siblings.registry_changed(event)
-            if (record.host, record.instance) != (self._context.host, self._context.instance):
-                self._peer_changed(PeerId(record.host, record.instance), event)
+            peer = PeerId(record.host, record.instance)
+            is_other = peer != PeerId(self._context.host, self._context.instance)
+            is_read = is_other and self._context.settings.peer_pulls
+            if is_read and (heard := self._peers.changed(peer, event)) is not None:
+                self._loop.complete(heard)
         if record.kind == "index":
             self._peers.index_changed(event)
         found = tier_of(f"{record.kind}-{record.instance}")
@@ -262,11 +265,6 @@ class HostTierShell:
                 self._loop.complete(LowerTierLeft(instance, tier, record.epoch))
             case _:
                 pass
-
-    def _peer_changed(self, peer: PeerId, event: RegistryEvent) -> None:
-        heard = self._peers.changed(peer, event) if self._context.settings.peer_pulls else None
-        if heard is not None:
-            self._loop.complete(heard)
 
     # --- verbs ------------------------------------------------------------------------------
 
