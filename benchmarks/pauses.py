@@ -14,7 +14,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -132,7 +132,8 @@ async def _run() -> list[Row]:
             await asyncio.to_thread(probe.start)
             names = await asyncio.to_thread(_fill, probe)
             lookups = Lookups(probe, names)
-            bench = Bench(stack, bus, lookups.waits, machine.waits)
+            chains = [probe.chain(seed, CHAIN_BLOCKS) for seed in (101, 102)]
+            bench = Bench(stack, bus, chains, lookups.waits, machine.waits)
             await bench.settle()
             lookups.start()
             machine.start()
@@ -163,16 +164,20 @@ def _fill(probe: Probe) -> list[SequenceHash]:
 class Bench:
     """The operations, and what was waited for during each."""
 
-    def __init__(self, stack: Stack, bus: Bus, lookups: Waits, machine: Waits) -> None:
+    def __init__(
+        self, stack: Stack, bus: Bus, chains: Sequence[list[SequenceHash]], lookups: Waits,
+        machine: Waits,
+    ) -> None:  # fmt: skip
+        self._chains = chains
         self._stack, self._bus, self._lookups, self._machine = stack, bus, lookups, machine
         self._disk, self._view = Waits(), StackView(bus, stack.settings)
 
     async def rows(self) -> list[Row]:
         """Carry out one operation after the other."""
-        other = f"{1:064x}"
+        other, chains = f"{1:064x}", iter(self._chains)
         rows = await self._during("nothing", lambda: asyncio.sleep(IDLE_S))
         for tier in ("host-tier", "disk-tier"):
-            prefix = RemoveRequest(prefix=f"{1:032x}", actor="bench")
+            prefix = RemoveRequest(prefix=next(chains)[0].hex(), actor="bench")
             namespace = RemoveRequest(namespace=other, actor="bench")
             for what, work in {
                 "evict of a prefix": partial(self._remove, tier, prefix),
@@ -183,9 +188,9 @@ class Bench:
                 rows += await self._during(f"{tier}: {what}", work)
         rows += await self._during("a disk tier dies and comes back", self._restart)
         everything = RemoveRequest(everything=True, actor="bench")
-        rows += await self._during(
-            "disk-tier: reset of everything", lambda: self._remove("disk-tier", everything)
-        )
+        for tier in ("disk-tier", "host-tier"):
+            work = partial(self._remove, tier, everything)
+            rows += await self._during(f"{tier}: reset of everything", work)
         return rows
 
     async def settle(self) -> None:

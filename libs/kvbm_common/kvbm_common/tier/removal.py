@@ -3,7 +3,9 @@
 A tier may hold a million blocks, and engines wait while a step runs. So a step looks at some slots
 only, and the operator's request is repeated until nothing is left:
 
-    look at slots ──► climb (of a prefix) ──► leave ──► look again, at what has come meanwhile
+    look at slots ──► climb (of a prefix) ──► leave ──┐
+          ▲                                           │ until a look finds nothing any more:
+          └───────────────────────────────────────────┘ blocks come to slots that were passed
 
 Which blocks are behind a prefix is found without a table of children: each slot points to the slot
 of its block's parent, and in each round pointers climb twice as far (pointer jumping, Wyllie 1979).
@@ -25,9 +27,12 @@ LOOKED_MAX = 4_096
 """Slots that one step looks at: two microseconds each."""
 CLIMBS_PER_LOOK = 32
 """Pointers that climb in the time in which one slot is looked at."""
-PART = 1_024
+FOLDED_LOOKS = 20
+"""What a look at a folded block costs: it is made of columns."""
+PART = 128
 """Slots between two looks at what the step has spent."""
-PASSES = 2
+PASSES_MAX = 8
+"""An engine that stores blocks all the time keeps no removal going."""
 ROUNDS_MAX = 32
 """Pointers that climb so often have passed 2^32 parents: the rest goes round in circles."""
 _DEPTH_MAX = 0xFFFF
@@ -53,6 +58,8 @@ class Removal:
         self.kept = 0
         """Pinned blocks that the current pass has left."""
         self._prefix, self._namespace, self._even_pinned = prefix, namespace, even_pinned
+        self._removed: set[SequenceHash] = set()
+        """What was selected behind a prefix. Blocks may be there whose parent is gone."""
         self._steps = self._selected = self._spent = 0
         self._walk = self._passes()
 
@@ -71,13 +78,20 @@ class Removal:
         return names, False
 
     def _passes(self) -> Iterator[SequenceHash | None]:
-        for number in range(1, PASSES + 1):
+        for number in range(1, PASSES_MAX + 1):
             self.kept, steps, selected = 0, self._steps, self._selected
             yield from self._behind() if self._prefix is not None else self._everywhere()
             # Blocks may have come to slots that were passed before, unless one step saw them all.
-            if number == PASSES or self._steps == steps or self._selected == selected:
+            # One look is not enough in any case: another operator may have joined in its middle.
+            is_last = number > 1 and self._selected == selected
+            if number == PASSES_MAX or self._steps == steps or is_last:
                 return
             yield None
+
+    def _looks(self, first: int, end: int) -> int:
+        """Return what it costs to look at some slots."""
+        assert first < end, f"slots {first} to {end}"
+        return end - first + (FOLDED_LOOKS - 1) * self.table.folded_in(range(first, end))
 
     def _is_spent(self, looks: int) -> bool:
         """Count what the step has done; tell whether it is enough."""
@@ -91,14 +105,18 @@ class Removal:
             self.kept += 1
             return
         self._selected += 1
-        yield self.table.block(slot).hash
+        name = self.table.block(slot).hash
+        if self._prefix is not None:
+            self._removed.add(name)
+        yield name
 
     def _everywhere(self) -> Iterator[SequenceHash | None]:
         table, count = self.table, self.table.slots_made
         for first in range(0, count, PART):
-            if self._is_spent(PART):
+            end = min(first + PART, count)
+            if self._is_spent(self._looks(first, end)):
                 yield None
-            for slot in range(first, min(first + PART, count)):
+            for slot in range(first, end):
                 block = table.committed(slot)
                 if block is not None and self._namespace in (None, block.namespace):
                     yield from self._leaves(slot)
@@ -112,13 +130,17 @@ class Removal:
         outside, inside = count, count + 1
         parents = np.full(count + 2, outside, np.int32)
         parents[inside] = inside
-        generations = np.zeros(count, np.int64)
+        generations, seen = np.zeros(count + 2, np.int64), np.zeros(count, np.int64)
         for first in range(0, count, PART):
-            if self._is_spent(PART):
+            end = min(first + PART, count)
+            if self._is_spent(self._looks(first, end)):
                 yield None
-            part = slice(first, min(first + PART, count))
-            parents[part] = self._parents_of(part, count)
-            generations[part] = [*map(self.table.generation, range(part.start, part.stop))]
+            generation = self.table.generation
+            parents[first:end] = found = self._parents_of(first, end, count)
+            generations[first:end] = [*map(generation, range(first, end))]
+            seen[first:end] = [generation(parent) if parent < count else 0 for parent in found]
+        # A parent's slot may have had another block when it was looked at itself.
+        parents[:count][generations[parents[:count]] != seen] = outside
         depths = (parents != outside).astype(np.int32)
         depths[inside] = 0
         for spent in _climb(parents, depths, count):
@@ -128,28 +150,30 @@ class Removal:
         depth = np.minimum(depths[below], _DEPTH_MAX).astype(np.uint16)
         deepest_first = below[np.argsort(_DEPTH_MAX - depth, kind="stable")]
         for first in range(0, len(deepest_first), PART):
-            if self._is_spent(PART):
+            if self._is_spent(PART * FOLDED_LOOKS if self.table.folded_count else PART):
                 yield None
             for slot in deepest_first[first : first + PART].tolist():
                 is_same = self.table.generation(slot) == generations[slot]
                 if is_same and self.table.committed(slot) is not None:
                     yield from self._leaves(slot)
 
-    def _parents_of(self, part: slice, count: int) -> list[int]:
+    def _parents_of(self, first: int, end: int, count: int) -> list[int]:
         """Return for each slot the slot of its block's parent, or one of the two places behind."""
-        table, prefix, outside, inside = self.table, self._prefix, count, count + 1
+        table, prefix, removed = self.table, self._prefix, self._removed
         assert prefix is not None, "no prefix was named"
-        is_here = table.holds(prefix)
+        outside, inside = count, count + 1
         found: list[int] = []
-        for slot in range(part.start, part.stop):
+        for slot in range(first, end):
             block = table.committed(slot)
             if block is None:
                 found.append(outside)
-            elif block.hash == prefix or (block.parent == prefix and not is_here):
-                found.append(inside)
+                continue
+            parent = None if block.hash == prefix else table.find(block.parent)
+            if parent is not None and parent < count:
+                found.append(parent)
             else:
-                parent = table.find(block.parent)
-                found.append(outside if parent is None or parent >= count else parent)
+                is_next = prefix in (block.hash, block.parent) or block.parent in removed
+                found.append(inside if is_next else outside)
         return found
 
 

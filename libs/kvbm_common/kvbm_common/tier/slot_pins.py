@@ -17,6 +17,10 @@ from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.slot_states import SLOT
 from kvbm_common.tier.tenant_slots import TenantSlots
 
+HANDED_OVER_MAX = 512
+"""Blocks of a former policy that a commit behind them brings to the one in force, 5 µs each. Longer
+chains stay where they are until they are used."""
+
 _name_of = attrgetter("hash")
 _MOVES = {
     verb: (state, target)
@@ -145,9 +149,9 @@ class SlotPins(TenantSlots):
             gone = [slot for slot in ended if slot in self._discarded]
             ended = [slot for slot in ended if slot not in self._discarded]
         names = self._names_in(ended)
-        self._hand_over(ended, names, held=True)
-        for policy, ours in self._by_policy(ended, names):
-            policy.free_all(ours)
+        if not self._hand_over(ended, names):
+            for policy, ours in self._by_policy(ended, names):
+                policy.free_all(ours)
         for slot in gone:
             self._discarded.remove(slot)
             self._move(slot, "evict")
@@ -174,28 +178,56 @@ class SlotPins(TenantSlots):
         if any(map(pins.__getitem__, slots)):
             free = [at for at, slot in enumerate(slots) if not pins[slot]]
             slots, names = [slots[at] for at in free], [names[at] for at in free]
-        self._hand_over(slots, names, held=False)
+        if self.pool.has_switched and self._renew_former(slots, names):
+            return
         for policy, ours in self._by_policy(slots, names):
             policy.renew_all(ours)
 
-    def _hand_over(
-        self, slots: Sequence[int], names: Sequence[SequenceHash], *, held: bool
-    ) -> None:
-        """Give blocks that a former policy has to the one in force, before they are freed."""
-        if not self.pool.has_switched:
-            return
-        policy_of = self.pool.policy_of
-        for slot, name in zip(slots, names, strict=True):
-            former, policy = policy_of[slot], self._policy_in_force(slot)
-            if former is policy:
+    def _renew_former(self, slots: Sequence[int], names: Sequence[SequenceHash]) -> bool:
+        """Renew free blocks in the policy in force, if former ones have some of them.
+
+        Returns False, and does nothing, if that one has all of them. Of many none is renewed.
+        """
+        assert self.pool.has_switched, "no policy is a former one"
+        policy_of, in_force = self.pool.policy_of, [*map(self._policy_in_force, slots)]
+        count = sum(
+            policy_of[slot] is not policy for slot, policy in zip(slots, in_force, strict=True)
+        )
+        if not count:
+            return False
+        if count > HANDED_OVER_MAX:
+            return True
+        for slot, name, policy in zip(slots, names, in_force, strict=True):
+            if policy_of[slot] is policy:
+                policy.renew_all((name,))
                 continue
-            if held:
-                former.free(name)
+            policy_of[slot].forget(name)
+            policy.admit(name, self.block(slot).parent)
+            policy_of[slot] = policy
+        return True
+
+    def _hand_over(self, slots: Sequence[int], names: Sequence[SequenceHash]) -> bool:
+        """Free held blocks in the policy in force, if former ones have some of them.
+
+        Returns False, and does nothing, if that one has all of them.
+        """
+        assert len(slots) == len(names), f"{len(names)} names of {len(slots)} slots"
+        if not self.pool.has_switched:
+            return False
+        policy_of = self.pool.policy_of
+        in_force = [*map(self._policy_in_force, slots)]
+        if all(map(is_, map(policy_of.__getitem__, slots), in_force)):
+            return False
+        for slot, name, policy in zip(slots, names, in_force, strict=True):
+            former = policy_of[slot]
+            if former is policy:
+                policy.free(name)
+                continue
+            former.free(name)
             former.forget(name)
             policy.admit(name, self.block(slot).parent)
-            if held:
-                policy.hold(name)
             policy_of[slot] = policy
+        return True
 
     def _empty(self, slot: int) -> None:
         raise NotImplementedError

@@ -98,6 +98,11 @@ class SlotRecords:
                 found.append((slot, block))
         return found
 
+    def folded_in(self, slots: range) -> int:
+        """Count the folded blocks in some slots."""
+        assert slots.stop <= len(self._block), f"{slots} of {len(self._block)} slots"
+        return self._block[slots.start : slots.stop].count(FOLDED) if self.folded_count else 0
+
     # --- all blocks -------------------------------------------------------------------------
 
     def blocks(self) -> list[Block]:

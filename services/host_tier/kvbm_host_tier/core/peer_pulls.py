@@ -22,6 +22,8 @@ from kvbm_host_tier.core.peer_messages import PeerId, PulledBlock
 AHEAD_MS = 1
 """How much later a pull has its turn for each block of its run before it, as with fills from disk:
 the front of a short run overtakes the tail of a long one, and no tail waits without end."""
+TAKEN_MAX = 256
+"""Pulls that are given up in the queue in one step."""
 
 
 class PeerPullState(Enum):
@@ -89,8 +91,9 @@ class PullQueue:
         return heapq.heappop(self._waiting)[1]
 
     def take(self, is_over: Callable[[int], bool]) -> list[int]:
-        """Return the pulls that are over, in their order; they wait no longer."""
-        over = [number for _, number in sorted(self._waiting) if is_over(number)]
+        """Return pulls that are over, in their order, TAKEN_MAX at most; they wait no longer."""
+        found = heapq.nsmallest(TAKEN_MAX, (one for one in self._waiting if is_over(one[1])))
+        over = [number for _, number in found]
         if over:
             taken = set(over)
             self._waiting = [one for one in self._waiting if one[1] not in taken]

@@ -49,7 +49,8 @@ AVOID_MS = 30_000
 AVOID_MAX = 65_536
 NOT_THE_PEERS_FAULT = ("gone", "bus_unavailable", "reader_closed", "stale_epoch")
 """Reasons of pulls that a peer is not bypassed for. A peer whose reader is closed is, though it may
-only be starting: others have the same blocks, and it is tried again two seconds later."""
+only be starting: others have the same blocks. It is tried again after the breaker's pause, two
+seconds at first, a minute at most."""
 _IN_FLIGHT = (PeerPullState.FLYING, PeerPullState.SETTLED)
 
 Outcome = tuple[SequenceHash, int, Block | str]

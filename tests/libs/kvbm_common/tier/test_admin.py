@@ -13,7 +13,7 @@ from kvbm_common.tier.admin import REMOVAL_IDLE_MS, REMOVALS_MAX, TierAdmin
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.leases import LeaseTable
-from kvbm_common.tier.removal import REMOVED_MAX
+from kvbm_common.tier.removal import LOOKED_MAX, REMOVED_MAX
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.wire.admin import RemoveReply, RemoveRequest, ResizeReply, ResizeRequest
 from kvbm_common.wire.verbs import ErrorBody
@@ -129,3 +129,17 @@ def test_so_many_removals_go_on_at_the_same_time() -> None:
         reply = remove(tier, "evict", everything=True)
     assert len(tier.table) == 0 < held
     assert remove(tier, "reset", everything=True).removed == 0, "the others have made room"
+
+
+def test_a_removal_that_was_given_up_begins_anew() -> None:
+    """The slots that it had passed are looked at again; so they are for another operator."""
+    tier = Tier(1024)
+    held = tier.fill(1)
+    for actor, later_ms in (("ada", 0), ("bob", 0), ("ada", REMOVAL_IDLE_MS)):
+        tier.now_ms += later_ms
+        # A namespace of nothing takes as many steps as one of all.
+        assert remove(tier, "evict", namespace="0" * 64, actor=actor).more
+    steps, reply = 1, remove(tier, "evict", namespace="0" * 64, actor="ada")
+    while reply.more:
+        steps, reply = steps + 1, remove(tier, "evict", namespace="0" * 64, actor="ada")
+    assert steps + 1 >= held // LOOKED_MAX

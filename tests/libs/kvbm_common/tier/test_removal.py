@@ -149,6 +149,48 @@ def test_blocks_that_come_to_slots_that_were_passed_go_too() -> None:
     assert len(table) == 0
 
 
+def test_what_comes_behind_a_prefix_meanwhile_goes_too() -> None:
+    """A block behind the last one comes to a slot that was passed, and another one behind it. Their
+    parents have left when they are seen."""
+    count = 2 * LOOKED_MAX
+    table = table_of({ROOT + 3: ROOT + 4, ROOT + 5: ROOT + 6, **chain(count)})
+    removal = Removal(table, prefix=name(ROOT))
+    first, more = removal.step()
+    assert (first, more) == ([], True)
+    for left in (ROOT + 3, ROOT + 5):
+        assert table.discard(name(left)) is not None
+    store(table, ROOT + 1, count)
+    store(table, ROOT + 2, ROOT + 1)
+    run(removal)
+    assert len(table) == 0
+
+
+def test_a_block_is_not_taken_for_another_that_had_its_parents_slot() -> None:
+    """The parent of 2 leaves when 2 was looked at, and a block behind the prefix takes its slot."""
+    count = LOOKED_MAX
+    table = table_of({2: 1, **{n: n for n in range(20_000, 20_000 + count)}, 1: ROOT + 1})
+    removal = Removal(table, prefix=name(ROOT))
+    assert removal.step() == ([], True)
+    assert table.discard(name(1)) is not None
+    store(table, 3, ROOT)
+    assert run(removal) == [name(3)]
+    assert table.find(name(2)) is not None
+
+
+def test_pinned_blocks_are_kept_and_counted_in_large_tiers() -> None:
+    """Every hundredth of a chain is pinned; those between them leave."""
+    count = 2 * LOOKED_MAX
+    table = table_of(chain(count))
+    pinned = range(100, count + 1, 100)
+    for number in pinned:
+        slot = table.find(name(number))
+        assert slot is not None
+        table.pin(slot)
+    removal = Removal(table, prefix=name(ROOT))
+    assert len(run(removal)) == count - len(pinned)
+    assert removal.kept == len(pinned) == len(table)
+
+
 def test_pinned_blocks_go_where_they_are_to() -> None:
     table = table_of(chain(3))
     for number in (1, 2, 3):
