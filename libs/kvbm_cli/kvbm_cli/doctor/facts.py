@@ -33,6 +33,7 @@ from kvbm_common.runtime.processes import LockTaken, take_lock
 from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.admin_client import Client
+from kvbm_cli.doctor.directories import place_of, refused_for
 from kvbm_cli.doctor.host import (
     DiskFacts,
     EngineFacts,
@@ -218,7 +219,10 @@ def _clock() -> tuple[bool, float]:
 
 def _disk(path: Path, settings: Settings) -> DiskFacts:
     try:
-        place = _place_of(path)
+        place = place_of(path)
+        refused = refused_for(path) if place == path else ""
+        if refused:
+            return DiskFacts(path=path, error=refused)
         with tempfile.TemporaryFile(dir=place, prefix="kvbm-doctor-") as file:
             allocates = _allocates(file.fileno())
     except OSError as error:
@@ -232,12 +236,6 @@ def _disk(path: Path, settings: Settings) -> DiskFacts:
         will_be_made=place != path,
         left=left_stores(path, settings.host),
     )
-
-
-def _place_of(path: Path) -> Path:
-    """Return a directory, or the nearest that exists above it, if this user's own."""
-    place = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
-    return place if place.stat().st_uid == os.geteuid() else path
 
 
 def _allocates(fd: int) -> bool:

@@ -203,21 +203,21 @@ class Fleet:
 
     async def _collect(self) -> FleetView:
         registry_error = await self._refresh_records()
+        records = self._records  # Other questions may read the registry again meanwhile.
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._ask(record), name=f"ask {record.key}")
-                for record in self._records
+                tasks.create_task(self._ask(record), name=f"ask {record.key}") for record in records
             ]
         return FleetView(
             instances=with_names([task.result() for task in asked]),
             connected=self._bus.connected,
             registry_error=registry_error,
-            lost=self._lost(),
+            lost=self._lost(records),
         )
 
-    def _lost(self) -> list[ServiceRecord]:
-        """Return the services that fell silent; the list of live ones may be the newer one."""
-        live = {record.key for record in self._records}
+    def _lost(self, asked: Sequence[ServiceRecord]) -> list[ServiceRecord]:
+        """Return the services that fell silent, but for those that were asked all the same."""
+        live = {record.key for record in asked}
         return [one for one in self._gone.lost(self._clock_s()) if one.key not in live]
 
     async def _refresh_records(self) -> str:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from kvbm_common.access.http_access import Access
-from kvbm_common.errors import RequestFailed
+from kvbm_common.errors import DeadlineExceeded, RequestFailed
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.registry.records import Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.verbs import MatchReply
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.fleet import Fleet
 from kvbm_metrics.shell.state import Api
 
-from tests.services.metrics.samples import tier_stats
+from tests.services.metrics.samples import record, tier_stats
 from tests.waiting import ask_until
 
 DEADLINE_S = 30.0
@@ -89,6 +90,54 @@ async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClie
     async with short_lived(bus) as registry:
         await registry.register("host-tier", "b", "0")
         await status_when(client, lambda said: not said["gone"])
+
+
+class SilentBus:
+    """NATS is there, and services say nothing until they have `gone`."""
+
+    connected = True
+
+    def __init__(self) -> None:
+        self.asked, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def request(self, subject: str, _payload: bytes, *, deadline_s: float) -> bytes:
+        self.asked.set()
+        async with asyncio.timeout(DEADLINE_S + deadline_s):
+            await self.gone.wait()
+        raise DeadlineExceeded(subject)
+
+
+class Registered:
+    """A registry of records that a test changes."""
+
+    def __init__(self, *records: ServiceRecord) -> None:
+        self.records = list(records)
+        self.tell: Callable[[RegistryEvent], None] = lambda _: None
+
+    async def list(self, kind: str | None = None) -> list[ServiceRecord]:
+        return [one for one in self.records if kind in (None, one.kind)]
+
+    def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        self.tell = callback
+        return lambda: None
+
+
+async def test_a_service_that_is_lost_while_it_is_asked_is_shown_once() -> None:
+    """It hangs, its entry ends, and an operator's question has the registry read again."""
+    hanging = record("disk-tier", host="h")
+    bus, registry = SilentBus(), Registered(hanging)
+    fleet = Fleet(cast("Bus", cast("Any", bus)), registry, Metrics())
+    following = asyncio.create_task(fleet.follow())
+    await asyncio.wait_for(bus.asked.wait(), DEADLINE_S)
+    registry.records = []
+    registry.tell(Left(hanging, "expired"))
+    assert list(await fleet.records()) == []
+    bus.gone.set()
+    view = await asyncio.wait_for(fleet.view(), DEADLINE_S)
+    assert [one.record.key for one in view.instances] == [hanging.key]
+    assert (list(view.lost), following.done()) == ([], False)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_a_service_that_leaves_is_not_lost(bus: Bus, client: AsyncClient) -> None:
