@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slots import SlotTable
 
-REMOVED_MAX = 512
+REMOVED_MAX = 256
 """Blocks that one step removes: some 20 µs each, with what is announced of them."""
 LOOKED_MAX = 4_096
 """Slots that one step looks at: two microseconds each."""

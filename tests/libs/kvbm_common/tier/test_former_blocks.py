@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import resource
+from pathlib import Path
 
 import pytest
 from kvbm_common.identity import SequenceHash
@@ -89,3 +91,17 @@ def test_another_horizon_begins_empty() -> None:
     former.set_horizon(2 * HORIZON)
     assert not any(former.among(names))
     assert former.horizon == 2 * HORIZON
+
+
+def test_a_new_name_takes_a_small_page() -> None:
+    """Of 256 MB that are empty 640 names take some 3 MB: no step waits for pages of 2 MiB."""
+    blocks = FormerBlocks(100_000_000)
+    before = resident_bytes()
+    for number in range(640):
+        blocks.note(SequenceHash(random.Random(number).randbytes(16)), 0)
+    assert resident_bytes() - before < 30e6
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is there."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
