@@ -27,6 +27,7 @@ takes as long as reading them: a minute for 140 GB from a disk of 2 GB/s.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import json
@@ -78,8 +79,11 @@ Plan = tuple[int, Sequence[Span]]
 """The reads of a file: all bytes before the first number, and pages of each span."""
 
 
-Signature = Mapping[str, tuple[int, ...]]
-"""Files and directories, and what of each changes when it is touched."""
+LINKS_MAX = 40
+"""Links on the way to a file, as Linux follows at most."""
+
+Signature = Mapping[tuple[str, bool], tuple[int, ...]]
+"""What changes when a path is touched: of what it leads to, and, with False, of the link itself."""
 
 
 class UnreadableWeights(KvbmError):
@@ -195,12 +199,16 @@ def content_of(path: Path | str) -> str:
 def signature(path: Path) -> Signature:
     """Return what changes when a file was touched: cheap, and no name for its content.
 
+    A link that is moved leads to other files, which may be old: each one that is followed counts.
+    So does each directory of a file: one that is renamed has a new time, its files have none.
     Raises UnreadableWeights.
     """
     paths = {path, *(one.path for one in _files(path))}
     paths |= {one.parent for one in paths - {path}}
     try:
-        return {str(one): _stamp(str(one)) for one in paths}
+        followed = {(link, False) for one in paths for link in _links(one)}
+        places = {(str(one), True) for one in paths} | followed
+        return {place: _stamp(*place) for place in places}
     except OSError as error:
         raise UnreadableWeights(f"{path} cannot be read: {error}") from error
 
@@ -212,7 +220,7 @@ def choice_of(snapshot: Path) -> Signature:
     """
     reference = snapshot.parent.parent / "refs" / "main"
     try:
-        return {str(reference): _stamp(str(reference))}
+        return {(str(reference), True): _stamp(str(reference), follow=True)}
     except OSError as error:
         raise UnreadableWeights(f"{reference} cannot be read: {error}") from error
 
@@ -220,19 +228,39 @@ def choice_of(snapshot: Path) -> Signature:
 def is_unchanged(before: Signature) -> bool:
     """Return whether no file of a signature was touched, and none came or went beside them."""
     try:
-        return all(_stamp(path) == stamp for path, stamp in before.items())
+        return all(_stamp(*place) == stamp for place, stamp in before.items())
     except OSError:
         return False
 
 
 def changed_ns(found: Signature) -> int:
-    """Return when a file of a signature was last changed, on its file system's wall clock."""
-    return max((stamp[3] for path, stamp in found.items() if os.path.isfile(path)), default=0)
+    """Return when a file, directory or link of a signature was last changed or renamed, on its file
+    system's wall clock."""
+    return max((stamp[3] for stamp in found.values()), default=0)
 
 
-def _stamp(path: str) -> tuple[int, ...]:
-    found = os.stat(path)
+def _stamp(path: str, follow: bool) -> tuple[int, ...]:
+    found = os.stat(path, follow_symlinks=follow)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _links(path: Path) -> Iterator[str]:
+    """Yield each link that is followed on the way to a path, those that links lead to included.
+    Raises OSError."""
+    parts = [*reversed((Path.cwd() / path).parts)]
+    at, count = "", 0
+    while parts:
+        part = parts.pop()
+        step = os.path.join(at, part)  # An absolute part replaces what was before.
+        if part == os.pardir:
+            at = os.path.dirname(at)
+        elif not os.path.islink(step):
+            at = step
+        elif (count := count + 1) > LINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        else:
+            yield step
+            parts.extend(reversed(Path(os.readlink(step)).parts))
 
 
 def _files(path: Path) -> list[_File]:

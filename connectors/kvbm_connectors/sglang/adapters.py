@@ -8,7 +8,8 @@ found by this life of the engine alone, and nothing more has to be known of it.
 
 SGLang has loaded its adapters before the storage looks at them. Files that were changed after the
 engine's process began say nothing of what it computes with, and the engine passes through. The time
-of the last change of a file (ctime) decides, which copying tools cannot set back.
+of the last change (ctime) of files, their directories and links decides, which copying tools cannot
+set back.
 """
 
 from __future__ import annotations

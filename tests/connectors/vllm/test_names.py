@@ -226,6 +226,87 @@ def test_an_adapter_that_was_written_after_the_engine_began_is_refused(tmp_path:
     assert refused.value.code == "lora_recent"
 
 
+def newest_ns(root: Path) -> int:
+    """When something below a directory was changed last; links are not followed."""
+    return max(one.lstat().st_ctime_ns for one in (root, *root.rglob("*")))
+
+
+def moved_to(link: Path, target: Path, since_ns: int) -> None:
+    """Move a link, until the file system's clock says that it is young."""
+    while not link.is_symlink() or link.lstat().st_ctime_ns < since_ns:
+        spare = link.with_name("spare")
+        spare.symlink_to(target)
+        spare.replace(link)
+
+
+@pytest.mark.parametrize("place", ["current", "stages/live/poet", "copy/../poet"])
+def test_a_link_that_moves_after_the_engine_began_is_seen(tmp_path: Path, place: str) -> None:
+    """Goal: vLLM may have loaded what a link led to before the first request.
+
+    1. A link leads to an adapter, on its own or in the middle of a path; all is old: accepted.
+    2. It is moved to another old adapter: refused as young, in an engine that has seen neither.
+    3. An engine that began later accepts it, and one that had read the first refuses it.
+    """
+    for version in "12":
+        (tmp_path / version).mkdir()
+        make_adapter(tmp_path / version / "poet", version.encode())
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "live").symlink_to(tmp_path / "1")
+    (tmp_path / "copy").symlink_to("stages/live/poet")
+    (tmp_path / "current").symlink_to("1/poet")
+    lora = Lora(str(tmp_path / place))
+    link = tmp_path / "current" if place == "current" else tmp_path / "stages" / "live"
+    since_ns = newest_ns(tmp_path) + 1
+    reader, waiting = (Adapters(since_ns=since_ns) for _ in range(2))
+    value = reader.value_of(lora)
+    moved_to(link, tmp_path / ("2/poet" if place == "current" else "2"), since_ns)
+    with pytest.raises(AdapterRefused) as refused:
+        waiting.value_of(lora)
+    assert refused.value.code == "lora_recent"
+    assert Adapters(since_ns=newest_ns(tmp_path) + 1).value_of(lora) != value
+    with pytest.raises(AdapterRefused) as refused:
+        reader.value_of(lora)
+    assert refused.value.code == "lora_changed"
+
+
+def test_a_directory_that_is_renamed_after_the_engine_began_is_seen(tmp_path: Path) -> None:
+    """Goal: files keep their times when the directory that holds them takes another's place."""
+    path = Path(make_adapter(tmp_path / "a"))
+    make_adapter(tmp_path / "b", b"2")
+    since_ns = newest_ns(tmp_path) + 1
+    adapters = Adapters(since_ns=since_ns)
+    path.rename(tmp_path / "old")
+    (tmp_path / "b").rename(path)
+    while path.stat().st_ctime_ns < since_ns:
+        path.rename(tmp_path / "b")
+        (tmp_path / "b").rename(path)
+    with pytest.raises(AdapterRefused) as refused:
+        adapters.value_of(Lora(str(path)))
+    assert refused.value.code == "lora_recent"
+
+
+def test_a_neighbour_of_an_old_adapter_may_be_young(tmp_path: Path) -> None:
+    """Goal: adapters that lay ready when the engine began are cached, as a hub's cache keeps them:
+    files are links to blobs. What else comes into the directory above is nothing of theirs."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "1").write_bytes(b"1")
+    snapshot = tmp_path / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "adapter_model.safetensors").symlink_to("../../blobs/1")
+    (tmp_path / "blobs" / "1").chmod(0o600)
+    (tmp_path / "blobs" / "hard").hardlink_to(tmp_path / "blobs" / "1")
+    (tmp_path / "blobs" / "2").write_bytes(b"2")
+    since_ns = newest_ns(tmp_path) + 1
+    make_adapter(tmp_path / "snapshots" / "2", b"2")
+    plain = Adapters().value_of(Lora(make_adapter(tmp_path / "same")))
+    adapters = Adapters(since_ns=since_ns)
+    assert adapters.value_of(Lora(str(snapshot))) == plain
+    moved_to(snapshot / "adapter_model.safetensors", tmp_path / "blobs" / "2", since_ns)
+    with pytest.raises(AdapterRefused) as refused:
+        Adapters(since_ns=since_ns).value_of(Lora(str(snapshot)))
+    assert refused.value.code == "lora_recent"
+
+
 def test_why_an_adapter_is_not_cached_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
