@@ -50,6 +50,9 @@ be seen to change. Where files are final, the oldest is forgotten."""
 NUMBERS_OF_ONE = 16
 """Numbers of one adapter that the consolidator hears of, the newest: a server gives another one
 with each load, and requests use those that it has now."""
+NUMBERS_IN_USE = 256
+"""Numbers of one adapter where those that were left out are used again. The consolidator does
+without further ones: to tell each in turn would take a message with each request."""
 NEVER_NS = 2**63
 WARNED_MAX = 256
 """Adapters and reasons that are logged, each once; all refusals are counted."""
@@ -111,10 +114,10 @@ class Adapters:
         self._known: dict[tuple[str, str], _Known] = {}
         """By name and path, as vLLM's own cache tells them apart."""
         self._numbers: dict[int, tuple[str, str]] = {}
-        """The newest ADAPTERS_MAX numbers, and what each stands for. A reset leaves them, as vLLM
-        keeps what it has loaded under a number."""
+        """The ADAPTERS_MAX numbers that were used last, and what each stands for. A reset leaves
+        them, as vLLM keeps what it has loaded under a number."""
         self._told: dict[int, tuple[str, str]] = {}
-        """What the consolidator knows: NUMBERS_OF_ONE numbers for each adapter at most."""
+        """What the consolidator knows: NUMBERS_IN_USE numbers for each adapter at most."""
 
     def value_of(self, lora: Any) -> str:
         """Return what stands for an adapter in names. Raises AdapterRefused."""
@@ -135,6 +138,7 @@ class Adapters:
 
     def _value_of(self, lora: Any, key: tuple[str, str]) -> str:
         number = int(lora.lora_int_id)
+        again = number in self._numbers
         self._note(number, key)
         if getattr(lora, "lora_tensors", None) is not None:
             raise AdapterRefused("lora_in_memory", f"{lora.lora_name} has no files")
@@ -143,21 +147,34 @@ class Adapters:
             known = self._read(lora, key)
         elif not is_unchanged(known.files):
             raise AdapterRefused("lora_changed", f"the files of {lora.lora_name} have changed")
-        if number not in self._told:
-            self._tell(number, key)
+        if self._told.get(number) != key:
+            self._tell(number, key, again=again)
         return lora_extra(key[0], known.content)
 
     def _note(self, number: int, key: tuple[str, str]) -> None:
-        """Note what a number stands for. Raises AdapterRefused where it was something else."""
-        if self._numbers.setdefault(number, key) != key:
-            raise AdapterRefused("lora_changed", f"{number} was {self._numbers[number]}")
+        """Note what a number stands for. Raises AdapterRefused where it was something else.
+
+        vLLM keeps the adapters that were used last, so these are remembered.
+        """
+        known = self._numbers[number] = self._numbers.pop(number, key)
         if len(self._numbers) > ADAPTERS_MAX:
             del self._numbers[next(iter(self._numbers))]
+        if known != key:
+            raise AdapterRefused("lora_changed", f"{number} was {known}")
 
-    def _tell(self, number: int, key: tuple[str, str]) -> None:
-        """Tell the consolidator of a number, in the place of the oldest where there are many."""
+    def _tell(self, number: int, key: tuple[str, str], *, again: bool) -> None:
+        """Tell the consolidator of a number, in the place of the oldest where there are many.
+
+        One that was left out, and is used `again`, takes no other's place.
+        """
+        self._told.pop(number, None)
         same = [one for one, other in self._told.items() if other == key]
-        old = same[:1] if len(same) >= NUMBERS_OF_ONE else list(self._told)[: -ADAPTERS_MAX + 1]
+        if again and len(same) >= NUMBERS_IN_USE:
+            return
+        if not again and len(same) >= NUMBERS_OF_ONE:
+            old = same[:1]
+        else:
+            old = list(self._told)[: -ADAPTERS_MAX + 1]
         for one in old:
             del self._told[one]
         self._told[number] = key

@@ -226,6 +226,57 @@ def test_an_adapter_that_was_written_after_the_engine_began_is_refused(tmp_path:
     assert refused.value.code == "lora_recent"
 
 
+def test_a_number_that_is_used_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: vLLM keeps the adapters that were used last, so their numbers stand for no other."""
+    monkeypatch.setattr("kvbm_connectors.vllm.adapters.ADAPTERS_MAX", 4)
+    adapters = Adapters()
+    one, other = Lora(make_adapter(tmp_path / "a")), make_adapter(tmp_path / "b", b"2")
+    for number in range(2, 12):
+        adapters.value_of(one)
+        adapters.value_of(Lora(other, number))
+        with pytest.raises(AdapterRefused):
+            adapters.value_of(Lora(other))
+
+
+def test_a_number_that_stands_for_another_adapter_after_all_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: events with this number have the name that its requests have."""
+    monkeypatch.setattr("kvbm_connectors.vllm.adapters.ADAPTERS_MAX", 4)
+    said: list[list[Adapter]] = []
+    adapters = Adapters(said.append)
+    adapters.value_of(Lora(make_adapter(tmp_path / "a"), 1))
+    other = make_adapter(tmp_path / "b", b"2")
+    for number in range(2, 6):
+        with pytest.raises(AdapterRefused):
+            adapters.value_of(Lora("/nowhere", number))
+    adapters.value_of(Lora(other, 1, "painter"))
+    assert [(told.id, told.name) for told in said[-1]] == [(1, "painter")]
+
+
+def test_numbers_of_one_adapter_in_turn_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a client with many numbers for one adapter makes no message with each request."""
+    said: list[list[Adapter]] = []
+    adapters = Adapters(said.append)
+    path = make_adapter(tmp_path / "a")
+    numbers = range(NUMBERS_OF_ONE + 1)
+    for number in [*numbers, *numbers]:
+        adapters.value_of(Lora(path, number))
+    count = len(said)
+    for number in [*numbers, *numbers]:
+        adapters.value_of(Lora(path, number))
+    assert len(said) == count
+    assert {told.id for told in said[-1]} == set(numbers)
+    monkeypatch.setattr("kvbm_connectors.vllm.adapters.NUMBERS_IN_USE", len(numbers))
+    for number in [100, 0, 101, 0, 1, 100, 101, 0, 1]:
+        adapters.value_of(Lora(path, number))
+    assert max(map(len, said)) == len(numbers)
+
+
 def newest_ns(root: Path) -> int:
     """When something below a directory was changed last; links are not followed."""
     return max(one.lstat().st_ctime_ns for one in (root, *root.rglob("*")))
