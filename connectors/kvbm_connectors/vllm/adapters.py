@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,10 +184,11 @@ class Adapters:
     def _read(self, lora: Any, key: tuple[str, str]) -> _Known:
         if len(self._known) >= ADAPTERS_MAX:
             self._forget_oldest()
+        path = os.path.expanduser(key[1])  # As vLLM does.
         try:
-            where = resolve(key[1]) if key[1] else Path(key[1])
+            where = resolve(path) if path else Path(path)
             files = signature(where)
-            if where != Path(key[1]):
+            if where != Path(path):
                 files = {**files, **choice_of(where)}
             content = (
                 f"{fingerprint(where)}/{getattr(lora, 'is_3d_lora_weight', '')}/{self._applied}"

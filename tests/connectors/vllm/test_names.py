@@ -277,6 +277,16 @@ def test_numbers_of_one_adapter_in_turn_are_told_once(
     assert max(map(len, said)) == len(numbers)
 
 
+def test_an_adapter_in_the_home_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: vLLM itself expands `~` in an adapter's path, and so does the name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = make_adapter(tmp_path / "poet")
+    adapters = Adapters()
+    assert adapters.value_of(Lora("~/poet")) == Adapters().value_of(Lora(path))
+
+
 def newest_ns(root: Path) -> int:
     """When something below a directory was changed last; links are not followed."""
     return max(one.lstat().st_ctime_ns for one in (root, *root.rglob("*")))
