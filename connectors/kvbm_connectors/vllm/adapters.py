@@ -43,6 +43,7 @@ from kvbm_connectors.client.weights import (
     resolve,
     signature,
 )
+from kvbm_connectors.vllm.loading import refuse_modelscope
 
 ADAPTERS_MAX = 4096
 """Adapters between two resets. Requests of further ones pass through, as what is forgotten cannot
@@ -186,6 +187,7 @@ class Adapters:
             self._forget_oldest()
         path = os.path.expanduser(key[1])  # As vLLM does.
         try:
+            refuse_modelscope(path)
             where = resolve(path) if path else Path(path)
             files = signature(where)
             if where != Path(path):

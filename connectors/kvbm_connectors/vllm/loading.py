@@ -115,8 +115,7 @@ def _named(model: Any, load: Any, life: str, loaders: Loaders | None) -> str:
 
 
 def _content(name: str, revision: str | None, load: Any) -> str:
-    if _asks_modelscope() and not os.path.exists(name):
-        raise UnreadableWeights(f"{name} comes from ModelScope, whose cache is not looked into")
+    refuse_modelscope(name)
     return revision_of(resolve(name, revision, load.download_dir))
 
 
@@ -152,8 +151,11 @@ def refusal_of_quantisation(config: Any) -> str:
     return f"the quantisation is a plugin's: {module}; name it and the weights with `revision`"
 
 
-def _asks_modelscope() -> bool:
-    return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
+def refuse_modelscope(name: str) -> None:
+    """Raise UnreadableWeights where vLLM asks ModelScope for what has this name."""
+    asked = os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
+    if asked and name and not os.path.exists(name):
+        raise UnreadableWeights(f"{name} comes from ModelScope, whose cache is not looked into")
 
 
 def _further(model: Any) -> Iterator[str]:

@@ -287,6 +287,20 @@ def test_an_adapter_in_the_home_directory_is_found(
     assert adapters.value_of(Lora("~/poet")) == Adapters().value_of(Lora(path))
 
 
+def test_an_adapter_that_modelscope_brings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: the Hugging Face cache may hold another adapter of that name. Paths stay cached."""
+    path = make_adapter(tmp_path / "poet")
+    monkeypatch.setattr("kvbm_connectors.vllm.adapters.resolve", lambda _: Path(path))
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    adapters = Adapters()
+    adapters.value_of(Lora(path))
+    with pytest.raises(AdapterRefused, match="ModelScope") as refused:
+        adapters.value_of(Lora("org/poet", 2, "other"))
+    assert refused.value.code == "lora_unreadable"
+
+
 def newest_ns(root: Path) -> int:
     """When something below a directory was changed last; links are not followed."""
     return max(one.lstat().st_ctime_ns for one in (root, *root.rglob("*")))
