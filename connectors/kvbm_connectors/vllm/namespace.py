@@ -18,6 +18,7 @@ from kvbm_connectors.vllm.kv_groups import (
     first_group,
     grouping_of,
     is_hybrid,
+    kinds_of,
     layer_spec,
     refusal_of_groups,
 )
@@ -51,6 +52,7 @@ class Life:
 
 LATENT_FP8 = "fp8_ds_mla"
 """The format of latent attention that vLLM chooses for other formats of 8 bits."""
+UNQUANTISED = "NONE"
 DRAFTS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix"}
 """Speculative methods that compute nothing: they look into the tokens."""
 
@@ -107,7 +109,7 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
     model = config.model_config
     at, spec = first_group(kv_cache_config)
     dtype = str(model.dtype).removeprefix("torch.")
-    cache_dtype = cache_dtype_of(config.cache_config, spec)
+    cache_dtype = cache_dtype_of(config, kv_cache_config)
     shape = shape_of(config, kv_cache_config, drafts=drafts_write_kv(config))
     layout = kv_cache_config.kv_cache_layout or config.cache_config.kv_cache_layout or "unknown"
     return Namespace(
@@ -126,18 +128,42 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
     )
 
 
-def cache_dtype_of(cache_config: Any, spec: Any) -> str:
+def cache_dtype_of(config: Any, kv_cache_config: Any) -> str:
     """Return the format of KV, alike in all processes of one engine.
 
     Where a model's configuration quantises its KV, or latent attention has a format of its own,
     vLLM writes so into the configuration of the processes that load the model, and of no other. The
-    groups' specs come from there, and all processes have them: what vLLM writes follows from them.
+    groups' specs come from there, and all processes have the first layer of each: what vLLM writes
+    follows from them. If that layer is skipped, it follows from the checkpoint's scheme.
     """
-    one, configured = layer_spec(spec), str(cache_config.cache_dtype)
-    if getattr(one, "cache_dtype_str", None) == LATENT_FP8:
+    layers = [layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    configured = str(config.cache_config.cache_dtype)
+    formats = {_format_of(one) for one in layers}
+    if LATENT_FP8 in formats:
+        return "+".join(sorted(formats))  # What is configured says nothing of the other groups.
+    quantised = any(_mode_of(one) != UNQUANTISED for one in layers)
+    quantised = quantised or _is_skipped(config, layers)
+    return "fp8" if configured == "auto" and quantised else configured
+
+
+def _mode_of(layer: Any) -> str:
+    return str(getattr(getattr(layer, "kv_quant_mode", None), "name", UNQUANTISED))
+
+
+def _format_of(layer: Any) -> str:
+    """Return what a layer's spec says of its format."""
+    if getattr(layer, "cache_dtype_str", None) == LATENT_FP8:
         return LATENT_FP8
-    mode = getattr(getattr(one, "kv_quant_mode", None), "name", "NONE")
-    return "fp8" if configured == "auto" and mode != "NONE" else configured
+    return f"{str(getattr(layer, 'dtype', '')).removeprefix('torch.')}-{_mode_of(layer)}"
+
+
+def _is_skipped(config: Any, layers: Sequence[Any]) -> bool:
+    """Tell whether vLLM quantises layers by the checkpoint's scheme, and these may be others. For
+    latent attention it does not follow the scheme."""
+    if getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None) is None:
+        return False
+    skips = bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", ()))
+    return skips and not any("MLA" in kind for one in layers for kind in kinds_of(one))
 
 
 def _revision(config: Any, weights: str) -> str:
@@ -163,8 +189,9 @@ def _packing(config: Any, kv_cache_config: Any) -> str:
 
     if not current_platform.is_cpu():
         return ""
+    cache_dtype = cache_dtype_of(config, kv_cache_config)
     packings = {
-        cpu_packing(config, spec, cache_dtype_of(config.cache_config, spec))
+        cpu_packing(config, spec, "auto" if _mode_of(spec) == UNQUANTISED else cache_dtype)
         for spec in attention_specs(kv_cache_config)
     }
     return f"/{'+'.join(sorted(packings))}"

@@ -49,12 +49,44 @@ def test_all_processes_of_an_engine_name_its_kv_alike(
 ) -> None:
     """Goal: vLLM resolves the format of KV while it loads a model, and its scheduler's process
     loads none: an engine of several processes is cached all the same."""
-    for configured in (scheduler, worker):
-        cache_config = SimpleNamespace(cache_dtype=configured)
-        for one in (
-            SimpleNamespace(**spec), SimpleNamespace(kv_cache_specs={"0": SimpleNamespace(**spec)})
-        ):  # fmt: skip
-            assert cache_dtype_of(cache_config, one) == found
+    for one in (
+        SimpleNamespace(**spec), SimpleNamespace(kv_cache_specs={"0": SimpleNamespace(**spec)})
+    ):  # fmt: skip
+        assert {named(scheduler, one), named(worker, one)} == {found}
+
+
+def named(configured: str, *specs: Any, scheme: Any = None, skipped: Any = ()) -> str:
+    """Name the format of KV in a process whose configuration says `configured`."""
+    cache_config = SimpleNamespace(cache_dtype=configured, kv_cache_dtype_skip_layers=skipped)
+    config = SimpleNamespace(
+        cache_config=cache_config, quant_config=SimpleNamespace(kv_cache_scheme=scheme)
+    )
+    groups = [SimpleNamespace(kv_cache_spec=one) for one in specs]
+    return cache_dtype_of(config, SimpleNamespace(kv_cache_groups=groups))
+
+
+def test_a_skipped_first_layer_says_nothing_of_the_others() -> None:
+    """Goal: an engine of several ranks whose first layers keep the model's format is cached.
+
+    1. Groups of other layers have the format. 2. vLLM's scheduler sees one layer of a group: the
+    checkpoint's scheme says the rest. 3. Groups of other formats beside latent ones count, too.
+    """
+    plain = SimpleNamespace(kv_quant_mode=Mode.NONE, dtype="bfloat16")
+    fp8 = SimpleNamespace(kv_quant_mode=Mode.FP8_PER_TENSOR, dtype="uint8")
+    latent = SimpleNamespace(cache_dtype_str="fp8_ds_mla")
+    for configured in ("auto", "fp8"):
+        assert named(configured, plain, fp8) == "fp8"
+        assert named(configured, plain, scheme={"num_bits": 8}, skipped=["0"]) == "fp8"
+    assert named("auto", plain, skipped=["0"]) == "auto"
+    assert named("auto", plain, scheme={"num_bits": 8}) == "auto"
+    own = type("MLAAttentionSpec", (SimpleNamespace,), {})(kv_quant_mode=Mode.NONE)
+    assert named("auto", own, scheme={"num_bits": 8}, skipped=["0"]) == "auto"
+    mixed = [
+        {named(configured, other, latent) for configured in ("auto", "fp8", "fp8_ds_mla")}
+        for other in (plain, fp8, latent)
+    ]
+    assert list(map(len, mixed)) == [1, 1, 1]
+    assert len(set.union(*mixed)) == 3
 
 
 def test_ranks_with_schedulers_of_their_own_are_not_cached() -> None:
