@@ -49,10 +49,11 @@ SETTINGS = [
 """Cores take the record of the settings; reading files and variables is in the same modules."""
 PURE_IMPORTS = {
     "__future__", "array", "binascii", "bisect", "builtins", "collections", "contextlib",
-    "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools", "json", "math", "msgspec",
-    "numpy", "operator", "pydantic", "re", "struct", "types", "typing", "xxhash",
+    "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools", "json", "math", "mmap",
+    "msgspec", "numpy", "operator", "pydantic", "re", "struct", "types", "typing", "xxhash",
 }  # fmt: skip
-"""What a core may import besides modules of ours; those follow the same rule."""
+"""What a core may import besides modules of ours; those follow the same rule. `mmap` is for memory
+in small pages: without `open` it maps no file."""
 IMPURE_NAMES = {"open", "print", "input", "exec", "eval", "__import__", "hash", "id"}
 """Builtins that do IO, or whose result is another one in every process."""
 
