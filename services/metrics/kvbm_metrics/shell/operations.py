@@ -113,6 +113,12 @@ async def change(
     return list(await asyncio.gather(*map(one, records)))
 
 
+def _told(error: KvbmError) -> str:
+    """Return a failure with its code, which the text of an instance's refusal has already."""
+    text = str(error)
+    return text if text.startswith(f"{error.code}: ") else f"{error.code}: {text}"
+
+
 # --- jobs -----------------------------------------------------------------------------------
 
 
@@ -145,7 +151,7 @@ def removing(
                             raise NoProgress(f"nothing was removed in {idle} turns")
                         yield tally
             except KvbmError as error:  # What does not answer is not asked for the other parts.
-                job.errors[record.key] = f"{error.code}: {error}"
+                job.errors[record.key] = _told(error)
                 yield tally  # A job that is stopped ends here.
 
     return work
@@ -167,7 +173,7 @@ def resizing(
                 try:
                     reply = await fleet.ask_instance(record, verb, request, _resize)
                 except KvbmError as error:
-                    job.errors[record.key] = f"{error.code}: {error}"
+                    job.errors[record.key] = _told(error)
                     yield tally
                     break
                 # Without progress the same step would be repeated without end.
@@ -203,7 +209,7 @@ def prefetching(
                 try:
                     reply = await fleet.ask_instance(record, "prefetch", request, _prefetch)
                 except KvbmError as error:
-                    job.errors[record.key] = f"{error.code}: {error}"
+                    job.errors[record.key] = _told(error)
                     yield tally
                     break
                 tally["blocks"] += reply.blocks

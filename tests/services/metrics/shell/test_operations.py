@@ -6,6 +6,7 @@ import asyncio
 from typing import cast
 
 import msgspec
+import pytest
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.admin import (
@@ -18,7 +19,7 @@ from kvbm_common.wire.admin import (
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_metrics.shell.fleet import Fleet, Reply
 from kvbm_metrics.shell.jobs import Jobs, Work
-from kvbm_metrics.shell.operations import IDLE_TURNS_MAX, removing, resizing
+from kvbm_metrics.shell.operations import removing, resizing
 
 from tests.services.metrics.samples import record
 from tests.waiting import wait_until
@@ -87,13 +88,14 @@ async def test_a_resize_without_progress_ends() -> None:
     assert fleet.asked == 1
 
 
-async def test_a_removal_without_progress_ends() -> None:
+async def test_a_removal_without_progress_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the same of `evict`, but a tier may look through many blocks before it removes one."""
+    monkeypatch.setattr("kvbm_metrics.shell.operations.IDLE_TURNS_MAX", 5)
     fleet = Stuck(RemoveReply(removed=0, kept=4, missing=[], more=True))
     request = RemoveRequest(everything=True, actor="ada")
     errors = await ended(removing(cast(Fleet, fleet), [TIER], "evict", request))
     assert "no_progress" in errors[TIER.key]
-    assert fleet.asked == IDLE_TURNS_MAX
+    assert fleet.asked == 5
 
 
 class Silent(Stuck):
