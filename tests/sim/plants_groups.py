@@ -185,7 +185,8 @@ SHORT = r"is for \d+ blocks up to"
 CORRUPT = {"faults": ("rot arena",), "fault_every_ms": 300.0, "verified": True}
 PLANTS = (
     Plant("a window is a block short", shorten_windows, SHORT, {**ONE_HOST, "groups": WINDOW}),
-    Plant("a chunk begins late", let_chunks_begin_late, SHORT, {**ONE_HOST, "groups": CHUNK}),
+    Plant("a chunk begins late", let_chunks_begin_late, f"{SHORT}|are here",
+          {**ONE_HOST, "groups": CHUNK}),
     Plant("groups change their places", answer_groups_in_another_order, WRONG_BYTES,
           {**ONE_HOST, "groups": STATE}),
     Plant("further groups are known late", know_the_first_group_alone, "consolidated differs",

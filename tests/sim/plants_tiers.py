@@ -105,7 +105,7 @@ def reuse_slots_of_a_late_read(patch: pytest.MonkeyPatch) -> None:
 
 def believe_a_peer(patch: pytest.MonkeyPatch) -> None:
     """What a peer has sent is not compared with its checksum."""
-    verdict = vars(peers)["_verdict"]
+    verdict = vars(peers)["verdict"]
 
     def planted(name: SequenceHash, came: PulledBlock | None, slot_bytes: int) -> Block | str:
         if came is not None:
@@ -115,7 +115,7 @@ def believe_a_peer(patch: pytest.MonkeyPatch) -> None:
         found: Block | str = verdict(name, came, slot_bytes)
         return found
 
-    patch.setattr(peers, "_verdict", planted)
+    patch.setattr(peers, "verdict", planted)
 
 
 # --- shards -----------------------------------------------------------------------------------
