@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -44,74 +43,49 @@ CHAIN_BLOCKS, IN_FLIGHT = 64, 8
 PAUSE_MS = 20.0
 """The goal for each step of a service."""
 IDLE_S, LOOK_S, DEADLINE_S = 5.0, 0.002, 60.0
+AFTER_S = 0.5
+"""Lookups that waited for the end of an operation are answered by then."""
 FILL_DEADLINE_S = 1_200.0
 SERVICES = ("consolidator", "index", "host-tier", "disk-tier")
 
 Reply = TypeVar("Reply", RemoveReply, ResizeReply, PolicyReply)
 
 
-@dataclass(slots=True)
 class Waits:
-    """How long each question of one kind has waited, since the last look."""
+    """A thread that does one thing again and again, and how long each time has taken."""
 
-    seconds: list[float] = field(default_factory=list)
-
-    def take(self) -> list[float]:
-        """Return the waits since the last call."""
-        taken, self.seconds = self.seconds, []
-        return taken
-
-
-class Lookups:
-    """A thread that looks one conversation up again and again."""
-
-    def __init__(self, probe: Probe, names: list[SequenceHash]) -> None:
-        self.waits, self._probe, self._names = Waits(), probe, names
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lookups")
+    def __init__(self, name: str, work: Callable[[int], None]) -> None:
+        """Prepare to call `work` with numbers that count up."""
+        self.seconds: list[float] = []
+        self._work, self._ended = work, threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
     def end(self) -> None:
-        """Look up no more."""
+        """Do it no more."""
         self._ended.set()
         self._thread.join(DEADLINE_S)
+
+    def take(self) -> list[float]:
+        """Return the times since the last call."""
+        taken, self.seconds = self.seconds, []
+        return taken
 
     def _run(self) -> None:
         for number in itertools.count():
             if self._ended.wait(LOOK_S):
                 return
             started_s = time.perf_counter()
-            self._probe.lookup(f"r{number}", self._names)
-            self.waits.seconds.append(time.perf_counter() - started_s)
-            self._probe.scheduler.forget(f"r{number}")
+            self._work(number)
+            self.seconds.append(time.perf_counter() - started_s)
 
 
-class Machine:
-    """A thread that sleeps: what it oversleeps is the machine's share of the waits."""
-
-    def __init__(self) -> None:
-        self.waits = Waits()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="machine")
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def end(self) -> None:
-        """Sleep no more."""
-        self._ended.set()
-        self._thread.join(DEADLINE_S)
-
-    def _run(self) -> None:
-        while True:
-            started_s = time.perf_counter()
-            if self._ended.wait(LOOK_S):
-                return
-            self.waits.seconds.append(time.perf_counter() - started_s - LOOK_S)
+def _look_up(probe: Probe, names: list[SequenceHash], number: int) -> None:
+    probe.lookup(f"r{number}", names)
+    probe.scheduler.forget(f"r{number}")
 
 
 def run() -> list[Row]:
@@ -127,13 +101,13 @@ async def _run() -> list[Row]:
     async with Stack.private(overrides, services=SERVICES) as stack:
         bus = await Bus.connect(stack.admin, "bench", deadline_s=DEADLINE_S)
         probe = Probe(stack.settings, "probe", block_bytes=BLOCK_BYTES, block_count=CHAIN_BLOCKS)
-        machine = Machine()
+        machine = Waits("machine", lambda _: time.sleep(LOOK_S))
         try:
             await asyncio.to_thread(probe.start)
             names = await asyncio.to_thread(_fill, probe)
-            lookups = Lookups(probe, names)
+            lookups = Waits("lookups", partial(_look_up, probe, names))
             chains = [probe.chain(seed, CHAIN_BLOCKS) for seed in (101, 102)]
-            bench = Bench(stack, bus, chains, lookups.waits, machine.waits)
+            bench = Bench(stack, bus, chains, lookups, machine)
             await bench.settle()
             lookups.start()
             machine.start()
@@ -170,7 +144,8 @@ class Bench:
     ) -> None:  # fmt: skip
         self._chains = chains
         self._stack, self._bus, self._lookups, self._machine = stack, bus, lookups, machine
-        self._disk, self._view = Waits(), StackView(bus, stack.settings)
+        self._disk_s: list[float] = []
+        self._view = StackView(bus, stack.settings)
 
     async def rows(self) -> list[Row]:
         """Carry out one operation after the other."""
@@ -202,17 +177,20 @@ class Bench:
         await wait_until(is_written, "the disk tier is writing", deadline_s=FILL_DEADLINE_S)
 
     async def _during(self, what: str, work: Callable[[], Awaitable[object]]) -> list[Row]:
-        for waits in (self._lookups, self._machine, self._disk):
+        self._disk_s.clear()
+        for waits in (self._lookups, self._machine):
             waits.take()
         watching = asyncio.create_task(self._watch_disk())
         started_s = time.perf_counter()
         try:
             await work()
+            took_s = time.perf_counter() - started_s
+            await asyncio.sleep(AFTER_S)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        took_s = time.perf_counter() - started_s
-        lookups, machine, disk = (w.take() for w in (self._lookups, self._machine, self._disk))
+        lookups, disk = self._lookups.take(), list(self._disk_s)
+        machine = [one - LOOK_S for one in self._machine.take()]
         about = f"{what} ({took_s:.1f} s)"
         rows = [
             time_row(f"{about}: the longest lookup", max(lookups, default=took_s) * 1e3,
@@ -230,7 +208,7 @@ class Bench:
         while True:
             started_s = time.perf_counter()
             await self._stats()
-            self._disk.seconds.append(time.perf_counter() - started_s)
+            self._disk_s.append(time.perf_counter() - started_s)
             await asyncio.sleep(LOOK_S)
 
     # --- operations ---------------------------------------------------------------------------
