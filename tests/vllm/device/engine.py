@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -82,6 +83,8 @@ class Engine:
 
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
+        # The connector asks vLLM whether names are unique.
+        os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = str(int(kind.repeats_names))
         config = self._config(kind, vllm_config)
         vllm_config.cache_config.num_gpu_blocks = config.num_blocks
         vllm_config.cache_config.prefix_match_unit = kind.hash_tokens

@@ -8,7 +8,6 @@ Runs in vLLM's environment.
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections import Counter
@@ -110,8 +109,6 @@ def main() -> None:
     model, name, first, end = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     kind = KINDS[name]
     plants.arrange()
-    if kind.repeats_names:
-        os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
     counts: Counter[str] = Counter()
     for seed in range(first, end):
         rng = random.Random(f"{name}/{seed}")
