@@ -14,8 +14,6 @@ under 1 % of the oldest.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvbm_common.eviction.sketch import mixed
 from kvbm_common.identity import HASH_BYTES, SequenceHash
+from kvbm_common.tier.small_pages import small_pages
 from kvbm_common.wire.bounds import Fill
 
 BUCKET = 128
@@ -39,13 +38,8 @@ PERIODS = 64
 
 
 def _empty_marks(buckets: int) -> NDArray[np.uint16]:
-    """Return places in small pages: numpy asks for pages of 2 MiB, and the first name in each would
-    wait until the kernel has zeroed it; 64 names took 0.3 s."""
     assert buckets > 0, f"{buckets} buckets"
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, buckets * BUCKET * np.dtype(np.uint16).itemsize, flags=flags)
-    with contextlib.suppress(OSError):  # A kernel without large pages.
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory = small_pages(buckets * BUCKET * np.dtype(np.uint16).itemsize)
     return np.frombuffer(memory, np.uint16).reshape(buckets, BUCKET)
 
 

@@ -7,7 +7,7 @@ would hold up every lookup. Until then the miss filter lets engines ask for them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -85,7 +85,7 @@ class BlocksBelow:
         """Return whether none of these is there, or was there a moment ago."""
         return self.table.has_none_of(names)
 
-    def has_never_had(self, names: Collection[SequenceHash]) -> bool:
+    def has_never_had(self, names: Sequence[SequenceHash]) -> bool:
         """Return whether nothing is known of any of these names."""
         return self.table.has_none_of(names) and self._away.has_none_of(names)
 

@@ -13,7 +13,7 @@ No step goes over all blocks. What has ended is there no more at once, and forgo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import filterfalse
 
 from kvbm_common.identity import SequenceHash
@@ -106,7 +106,7 @@ class LowerTierView:
         sources = self._sources.items()
         return [name for name, one in sources if one.state is not FollowState.GONE]
 
-    def has_never_had(self, names: Collection[SequenceHash]) -> bool:
+    def has_never_had(self, names: Sequence[SequenceHash]) -> bool:
         """Return whether nothing is known of any of these names."""
         return self.departures.knows_none_of(names) and self._blocks.has_never_had(names)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvbm_common.tier import departures
 from kvbm_common.tier.former_blocks import HORIZON_LEAST
+from kvbm_common.tier.name_history import ENTRY_BYTES
 
 from kvbm_host_tier.core import known_runs
 from kvbm_host_tier.core.held_blocks import HORIZON_SLOTS
@@ -26,7 +27,7 @@ def parts_of(limits: HostTierLimits, *, slot_count: int, below_count: int) -> di
     """Return the bytes that each part may take, with so many slots here and blocks below."""
     assert slot_count >= 0, f"{slot_count} slots"
     assert below_count >= 0, f"{below_count} blocks below"
-    history = departures.entries_for(max(1, slot_count)) * departures.ENTRY_BYTES
+    history = departures.entries_for(max(1, slot_count)) * ENTRY_BYTES
     return {
         "slots": slot_count * SLOT_BYTES,
         "blocks_below": below_count * BELOW_BYTES,

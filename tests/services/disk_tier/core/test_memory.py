@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
-from kvbm_disk_tier.core.frequency_filter import ENTRY_BYTES, FrequencyFilter
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.memory import parts_of
-
-from tests.services.disk_tier.helpers import name
 
 
 def test_the_bound_follows_the_slots() -> None:
@@ -20,14 +15,3 @@ def test_the_bound_follows_the_slots() -> None:
     assert small["sights"] < large["sights"]
     buffered = parts_of(DiskTierLimits(), slot_count=3_000, buffer_bytes=1 << 20)
     assert sum(buffered.values()) == sum(small.values()) + (1 << 20)
-
-
-def test_a_sight_takes_what_is_declared() -> None:
-    frequency_filter = FrequencyFilter()
-    frequency_filter.size_for(3_000)
-    tracemalloc.start()
-    for number in range(50_000):
-        frequency_filter.see(name(number), number)
-    taken, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert taken < frequency_filter.entries_max * ENTRY_BYTES

@@ -1,0 +1,88 @@
+"""Name histories, compared with an OrderedDict."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+from kvbm_common.identity import SequenceHash
+from kvbm_common.service.footprint import memory_bytes
+from kvbm_common.tier.name_history import (
+    ENTRIES_MOST,
+    ENTRY_BYTES,
+    FEW,
+    SHED_PER_NOTE,
+    NameHistory,
+)
+
+Oracle = OrderedDict[SequenceHash, tuple[int, int]]
+
+
+def drawn_names(seed: object, count: int) -> list[SequenceHash]:
+    rng = random.Random(str(seed))
+    return [SequenceHash(rng.randbytes(16)) for _ in range(count)]
+
+
+def note_in(oracle: Oracle, kept: int, name: SequenceHash, at_ms: int, value: int) -> list[object]:
+    """The same note in a dict that keeps so many names; what it forgets."""
+    forgotten: list[object] = []
+    if oracle.pop(name, None) is None:
+        while len(oracle) >= kept and len(forgotten) < SHED_PER_NOTE:
+            oldest, numbers = oracle.popitem(last=False)
+            forgotten.append((oldest, *numbers))
+    oracle[name] = (at_ms, value)
+    return forgotten
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("first", [1, 2, 3, 40, 300])
+def test_it_is_an_ordered_dict_that_forgets(first: int, seed: int) -> None:
+    """Goal: notes, questions and changes of the size, drawn; a small table has full stretches."""
+    rng = random.Random(f"{first}/{seed}")
+    names = drawn_names(f"{first}/{seed}", 2 * first + 2)
+    history, oracle, kept = NameHistory(first), Oracle(), first
+    for at_ms in range(500):
+        name, value = rng.choice(names), rng.randrange(1 << 32)
+        if rng.random() < 0.02:
+            kept = rng.randrange(1, 3 * first)
+            history.size_for(kept)
+        elif rng.random() < 0.7:
+            forgotten = history.note(name, at_ms, value)
+            assert list(forgotten) == note_in(oracle, kept, name, at_ms, value)
+        assert history.get(name) == oracle.get(name)
+        asked = rng.sample(names, min(len(names), rng.choice((0, 1, 5, FEW, FEW + 1, 100))))
+        assert history.has_none_of(asked) == oracle.keys().isdisjoint(asked)
+        assert len(history) == len(oracle)
+    assert [history.get(name) for name in names] == [oracle.get(name) for name in names]
+    assert history.values() == {value for _, value in oracle.values()}
+
+
+def test_a_smaller_history_forgets_a_few_with_each_note() -> None:
+    history, names = NameHistory(1_000), drawn_names("smaller", 1_400)
+    for number, name in enumerate(names[:1_000]):
+        history.note(name, number, 0)
+    history.size_for(10)
+    for number, name in enumerate(names[1_000:]):
+        forgotten = history.note(name, 1_000 + number, 0)
+        assert len(forgotten) == SHED_PER_NOTE
+        assert forgotten[0].name == names[SHED_PER_NOTE * number]
+    assert len(history) == 600
+
+
+def test_an_entry_takes_what_is_declared() -> None:
+    """Goal: no more memory for each name than the bound says, and none for those to come."""
+    before = memory_bytes()
+    history = NameHistory(100_000)
+    empty = memory_bytes()
+    for number in range(100_000):
+        history.note(SequenceHash(random.Random(number).randbytes(16)), number, number)
+    assert empty - before < 1 << 20
+    assert memory_bytes() - empty < 100_000 * ENTRY_BYTES + (1 << 20)
+    assert len(history) == 100_000
+
+
+@pytest.mark.parametrize("entries", [0, ENTRIES_MOST + 1])
+def test_a_size_that_cannot_be(entries: int) -> None:
+    with pytest.raises(AssertionError, match="entries"):
+        NameHistory(entries)
