@@ -7,13 +7,13 @@ that is read for another prefix, group or boundary is seen (`tests/vllm/device`)
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.line_process import LineProcess
+from tests.vllm.device.live_talk import SeedsCommand, SeedsReply
 from tests.vllm.harness import ENVIRON, VLLM_PYTHON, vllm_minor
 
 pytestmark = [
@@ -24,7 +24,6 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = 6
 KINDS = (
     "plain", "repeated names", "repeated names, drafts", "gemma3", "gptoss", "gemma4",
@@ -34,26 +33,37 @@ KINDS = (
 )  # fmt: skip
 
 
-def play(model: str, kind: str, seeds: range, plant: str = "") -> subprocess.CompletedProcess[str]:
-    """Run programs of a kind, perhaps with a defect put in."""
-    environ = os.environ | ENVIRON | {"KVBM_FUZZ_PLANT": plant, "VLLM_LOGGING_LEVEL": "ERROR"}
-    arguments = ["-m", "tests.vllm.device.process", model, kind, str(seeds.start), str(seeds.stop)]
-    return subprocess.run(
-        [VLLM_PYTHON, *arguments],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=350, check=False,
-    )  # fmt: skip
+class DeviceProcess(LineProcess[SeedsCommand, SeedsReply]):
+    """Runs programs on a device of ours, one kind after the other."""
+
+    def __init__(self, model: str, log: Path) -> None:
+        super().__init__(
+            [VLLM_PYTHON, "-m", "tests.vllm.device.process", model], reply=SeedsReply, log=log,
+            environ=ENVIRON | {"VLLM_LOGGING_LEVEL": "ERROR"}, reply_deadline_s=350.0,
+        )  # fmt: skip
+
+    def play(self, kind: str, seeds: range, plant: str = "") -> SeedsReply:
+        """Run programs of a kind, perhaps with a defect put in."""
+        return self.say(SeedsCommand(kind=kind, first=seeds.start, end=seeds.stop, plant=plant))
+
+
+@pytest.fixture(scope="module")
+def process(model: str, log_dir: Path) -> Iterator[DeviceProcess]:
+    running = DeviceProcess(model, log_dir / "device-of-ours.log")
+    yield running
+    running.stop()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_block_is_read_for_another(model: str, kind: str) -> None:
+def test_no_block_is_read_for_another(process: DeviceProcess, kind: str) -> None:
     """Goal: what attention looks at is there, and what is stored is what its name stands for.
 
     Conversations that share beginnings run with preemptions, aborts, resets, evictions, and loads
     that fail. At the end nothing is held.
     """
-    done = play(model, kind, range(PROGRAMS))
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+    reply = process.play(kind, range(PROGRAMS))
+    assert not reply.error, reply.error
+    counts = reply.counts
     assert counts["programs"] == PROGRAMS
     assert min(counts["loads"], counts["stored blocks"], counts["preemptions"]) > 0
 
@@ -74,8 +84,9 @@ def test_no_block_is_read_for_another(model: str, kind: str) -> None:
         ("freed-offers", "aborted drafts", range(40), "WrongBytes"),
     ],
 )
-def test_a_defect_is_seen(model: str, plant: str, kind: str, seeds: range, sign: str) -> None:
+def test_a_defect_is_seen(
+    process: DeviceProcess, plant: str, kind: str, seeds: range, sign: str
+) -> None:
     """Goal: the device notices what it is for."""
-    done = play(model, kind, seeds, plant)
-    assert done.returncode, done.stdout
-    assert sign in done.stderr, done.stderr[-3000:]
+    reply = process.play(kind, seeds, plant)
+    assert sign in reply.error, reply

@@ -1,4 +1,4 @@
-"""What a test says to `live_process.py`, and what that answers: one JSON line each."""
+"""What tests say to `process.py` and `live_process.py`, and what they answer: JSON lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ DISK_ALONE = "disk alone"
 QUICK = ("flip", "pause host-tier", "pause disk-tier", "restart engine")
 """What else is done in the middle of a program. A flip is of bits in the arena."""
 DISTURBANCES = (*QUICK, "restart host-tier", "restart disk-tier")
+
+
+class SeedsCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Run the programs of these seeds on a device of ours, in one kind."""
+
+    kind: str
+    first: int
+    end: int
+    plant: str = ""
+    """The defect that is put in; empty: none."""
+
+
+class SeedsReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened in all of them, or how the first one that failed did."""
+
+    error: str = ""
+    counts: dict[str, int] = {}
 
 
 class LiveCommand(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,18 +2,25 @@
 
 `MODEL KIND FIRST END` runs the programs of these seeds, and prints what happened as JSON. A failure
 ends it with the seed. The environment may name a defect that is put in (`plants.py` of the fuzzer).
-Runs in vLLM's environment.
+`MODEL` alone serves: lines of JSON on stdin, `SeedsCommand`, whose start of ten seconds is paid
+once. Runs in vLLM's environment.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import random
+import signal
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from tests.vllm.device.engine import (
     MODEL_TOKENS,
@@ -23,6 +30,7 @@ from tests.vllm.device.engine import (
     Engine,
 )
 from tests.vllm.device.kinds import KINDS, Kind
+from tests.vllm.device.live_talk import SeedsCommand, SeedsReply
 from tests.vllm.fuzz import plants
 
 ANSWER_MAX = 20
@@ -104,26 +112,51 @@ def prompt_of(rng: random.Random, systems: list[list[int]], texts: list[list[int
     return [*before, *tail][: MODEL_TOKENS - 40] or [1]
 
 
-def main() -> None:
-    """Run the programs of the seeds."""
-    model, name, first, end = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    kind = KINDS[name]
-    plants.arrange()
-    counts: Counter[str] = Counter()
-    for seed in range(first, end):
+def run(model: str, name: str, seeds: range) -> dict[str, int]:
+    """Run programs of a kind; returns what happened. A failure says its seed."""
+    kind, counts = KINDS[name], Counter[str]()
+    for seed in seeds:
         rng = random.Random(f"{name}/{seed}")
         overlaps = not kind.drafts and rng.random() < 0.5
         config = vllm_config_of(model, kind, overlaps=overlaps)
         engine = Engine(kind, config, seed)
         try:
             play(engine, aborts_preempted=kind.aborts_preempted)
-        except BaseException:
-            print(f"kind {name!r}, seed {seed}, overlaps {overlaps}", file=sys.stderr, flush=True)
+        except BaseException as error:
+            error.add_note(f"kind {name!r}, seed {seed}, overlaps {overlaps}")
             raise
         counts += engine.counts
         counts.update({f"side {key}": value for key, value in engine.connector.counts().items()})
         counts["programs"] += 1
-    print(json.dumps({"kind": name} | dict(sorted(counts.items()))))
+    return dict(sorted(counts.items()))
+
+
+def answer(model: str, command: SeedsCommand) -> SeedsReply:
+    """Run what a command asks for; an exception is the reply."""
+    plants.arrange(command.plant)
+    try:
+        return SeedsReply(counts=run(model, command.kind, range(command.first, command.end)))
+    except Exception:
+        return SeedsReply(error=traceback.format_exc())
+
+
+def main() -> None:
+    """Run the programs of one command line, or serve. vLLM writes to stdout too: our lines go to a
+    copy."""
+    model, *rest = sys.argv[1:]
+    if rest:
+        name, first, end = rest
+        plants.arrange()
+        counts = run(model, name, range(int(first), int(end)))
+        print(json.dumps({"kind": name} | counts))
+        return
+    faulthandler.register(signal.SIGUSR1)
+    ours = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    for line in os.fdopen(0, "rb", buffering=0):
+        reply = answer(model, msgspec.json.decode(line, type=SeedsCommand))
+        ours.write(msgspec.json.encode(reply) + b"\n")
+    os._exit(0)  # torch's and vLLM's own exit takes seconds and is not our subject.
 
 
 if __name__ == "__main__":
