@@ -118,7 +118,7 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
         block_tokens=int(spec.block_size),
         dtype=dtype if cache_dtype == "auto" else f"{dtype}/{cache_dtype}",
         quantisation=str(model.quantization or ""),
-        layout=f"{layout}{_packing(config, kv_cache_config)}{grouping_of(kv_cache_config)}",
+        layout=f"{layout}{packing_of(config, kv_cache_config)}{grouping_of(kv_cache_config)}",
         group=at,
         layers=shape.layers,
         heads=int(model.get_total_num_kv_heads()),
@@ -182,7 +182,7 @@ def _loaders() -> Loaders:
     return getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
 
 
-def _packing(config: Any, kv_cache_config: Any) -> str:
+def packing_of(config: Any, kv_cache_config: Any) -> str:
     """Return the part of the layout that names the packing: on CPU, K is packed by instruction set
     inside a block."""
     from vllm.platforms import current_platform

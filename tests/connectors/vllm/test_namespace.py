@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from enum import IntEnum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from kvbm_connectors.vllm.namespace import cache_dtype_of, refusal_of, rewritten_by_drafts
+from kvbm_connectors.vllm.namespace import (
+    cache_dtype_of,
+    packing_of,
+    refusal_of,
+    rewritten_by_drafts,
+)
 
 
 class Mode(IntEnum):
@@ -87,6 +93,43 @@ def test_a_skipped_first_layer_says_nothing_of_the_others() -> None:
     ]
     assert list(map(len, mixed)) == [1, 1, 1]
     assert len(set.union(*mixed)) == 3
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """vLLM on a CPU: the head sizes and formats of KV that it was asked to pack."""
+    asked: list[tuple[int, str]] = []
+
+    def isa(_dtype: Any, _block_size: int, head_size: int, kv_cache_dtype: str) -> str:
+        asked.append((head_size, kv_cache_dtype))
+        if head_size % 32 and kv_cache_dtype != "auto":
+            raise NotImplementedError("FP8 KV cache requires head_size divisible by 32 on CPU.")
+        return "vec16" if head_size % 32 else "vec"
+
+    platforms, backend = ModuleType("platforms"), ModuleType("cpu_attn")
+    platforms.__dict__["current_platform"] = SimpleNamespace(is_cpu=lambda: True)
+    backend.__dict__["_get_attn_isa"] = isa
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.cpu_attn", backend)
+    return asked
+
+
+@pytest.mark.parametrize("configured", ["auto", "fp8"])
+def test_layers_that_are_not_quantised_are_packed_in_the_model_s_format(
+    cpu: list[tuple[int, str]], configured: str
+) -> None:
+    """Goal: skipped layers have heads that vLLM packs in no other format, and it is not asked to,
+    however the process says that the other layers are quantised."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=configured), model_config=SimpleNamespace(dtype="")
+    )
+    skipped = SimpleNamespace(kv_quant_mode=Mode.NONE, block_size=32, head_size=48)
+    others = SimpleNamespace(kv_quant_mode=Mode.FP8_PER_TENSOR, block_size=32, head_size=64)
+    groups = [SimpleNamespace(kv_cache_spec=one) for one in (skipped, others)]
+    assert packing_of(config, SimpleNamespace(kv_cache_groups=groups)) == "/vec+vec16"
+    assert cpu == [(48, "auto"), (64, "fp8")]
 
 
 def test_ranks_with_schedulers_of_their_own_are_not_cached() -> None:
