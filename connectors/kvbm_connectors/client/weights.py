@@ -36,6 +36,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from kvbm_common.errors import KvbmError
@@ -82,8 +83,21 @@ Plan = tuple[int, Sequence[Span]]
 LINKS_MAX = 40
 """Links on the way to a file, as Linux follows at most."""
 
-Signature = Mapping[tuple[str, bool], tuple[int, ...]]
-"""What changes when a path is touched: of what it leads to, and, with False, of the link itself."""
+
+class Look(Enum):
+    """Kinds of what a signature holds of a path."""
+
+    TARGET = "target"
+    """What the path leads to."""
+    LINK = "link"
+    """The link itself."""
+    HOLDER = "holder"
+    """A directory that a link leads into. It has a time, and may get further files."""
+
+
+Place = tuple[str, Look]
+Signature = Mapping[Place, tuple[int, ...]]
+"""What changes when a path is touched, or another file takes its place."""
 
 
 class UnreadableWeights(KvbmError):
@@ -200,15 +214,17 @@ def signature(path: Path) -> Signature:
     """Return what changes when a file was touched: cheap, and no name for its content.
 
     A link that is moved leads to other files, which may be old: each one that is followed counts.
-    So does each directory of a file: one that is renamed has a new time, its files have none.
-    Raises UnreadableWeights.
+    So does each directory that holds a file, or a link to it: one that is renamed has a new time,
+    its files have none. Raises UnreadableWeights.
     """
-    paths = {path, *(one.path for one in _files(path))}
-    paths |= {one.parent for one in paths - {path}}
+    files = {one.path for one in _files(path)}
+    inside = {path} | {one.parent for one in files - {path}}
     try:
-        followed = {(link, False) for one in paths for link in _links(one)}
-        places = {(str(one), True) for one in paths} | followed
-        return {place: _stamp(*place) for place in places}
+        places = {place for one in files for place in _followed(one)}
+        places |= {(str(one), Look.TARGET) for one in files | inside}
+        # A directory that is swapped before its file is looked at is young when its turn comes.
+        ordered = sorted(places, key=lambda place: place[1] is Look.HOLDER)
+        return {place: _stamp(*place) for place in ordered}
     except OSError as error:
         raise UnreadableWeights(f"{path} cannot be read: {error}") from error
 
@@ -220,15 +236,19 @@ def choice_of(snapshot: Path) -> Signature:
     """
     reference = snapshot.parent.parent / "refs" / "main"
     try:
-        return {(str(reference), True): _stamp(str(reference), follow=True)}
+        return {(str(reference), Look.TARGET): _stamp(str(reference), Look.TARGET)}
     except OSError as error:
         raise UnreadableWeights(f"{reference} cannot be read: {error}") from error
 
 
 def is_unchanged(before: Signature) -> bool:
-    """Return whether no file of a signature was touched, and none came or went beside them."""
+    """Return whether no file of a signature was touched, and none came or went beside them.
+
+    Where links lead, other files may come and go: those that the links name are compared.
+    """
+    compared = {place: stamp for place, stamp in before.items() if place[1] is not Look.HOLDER}
     try:
-        return all(_stamp(*place) == stamp for place, stamp in before.items())
+        return all(_stamp(*place) == stamp for place, stamp in compared.items())
     except OSError:
         return False
 
@@ -239,19 +259,21 @@ def changed_ns(found: Signature) -> int:
     return max((stamp[3] for stamp in found.values()), default=0)
 
 
-def _stamp(path: str, follow: bool) -> tuple[int, ...]:
-    found = os.stat(path, follow_symlinks=follow)
+def _stamp(path: str, look: Look) -> tuple[int, ...]:
+    found = os.stat(path, follow_symlinks=look is not Look.LINK)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _links(path: Path) -> Iterator[str]:
-    """Yield each link that is followed on the way to a path, those that links lead to included.
-    Raises OSError."""
+def _followed(path: Path) -> Iterator[Place]:
+    """Yield each link that is followed on the way to a file, and each directory behind a link that
+    holds the file or a further link to it. Raises OSError."""
     parts = [*reversed((Path.cwd() / path).parts)]
     at, count = "", 0
     while parts:
         part = parts.pop()
         step = os.path.join(at, part)  # An absolute part replaces what was before.
+        if count and not parts:
+            yield at, Look.HOLDER
         if part == os.pardir:
             at = os.path.dirname(at)
         elif not os.path.islink(step):
@@ -259,7 +281,7 @@ def _links(path: Path) -> Iterator[str]:
         elif (count := count + 1) > LINKS_MAX:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         else:
-            yield step
+            yield step, Look.LINK
             parts.extend(reversed(Path(os.readlink(step)).parts))
 
 

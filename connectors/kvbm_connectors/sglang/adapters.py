@@ -8,8 +8,8 @@ found by this life of the engine alone, and nothing more has to be known of it.
 
 SGLang has loaded its adapters before the storage looks at them. Files that were changed after the
 engine's process began say nothing of what it computes with, and the engine passes through. The time
-of the last change (ctime) of files, their directories and links decides, which copying tools cannot
-set back.
+of the last change (ctime) decides, which copying tools cannot set back: of files, the links on the
+way to them, and the directories that hold a file or a link to it.
 """
 
 from __future__ import annotations

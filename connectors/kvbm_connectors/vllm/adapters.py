@@ -9,8 +9,9 @@ computes with, nor what its device cache still holds: requests that use it pass 
 vLLM may have loaded an adapter long before its first request, and keeps it over a reset. So files
 that were changed after the engine began say nothing of what it computes with: such an adapter
 passes through for the engine's life. The time of the last change (ctime) decides, which copying
-tools cannot set back: of the files, their directories, and the links on the way to them. A
-directory further up that is renamed is not seen: its time changes with everything in it.
+tools cannot set back: of the files, the links on the way to them, and the directories that hold a
+file or a link to it. A directory further up that is renamed is not seen: its time changes with
+everything in it.
 
 An operator may vouch that files are final: they stay as they are once vLLM may have loaded them, so
 that they can be read at first sight, however young. What is seen to change is refused all the same.

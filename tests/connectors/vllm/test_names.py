@@ -360,6 +360,68 @@ def test_a_directory_that_is_renamed_after_the_engine_began_is_seen(tmp_path: Pa
     assert refused.value.code == "lora_recent"
 
 
+def swapped(live: Path, spare: Path, since_ns: int) -> None:
+    """Swap two directories, until the file system's clock says that the one in use is young."""
+    away = live.with_name("away")
+    live.rename(away)
+    spare.rename(live)
+    while live.stat().st_ctime_ns < since_ns:
+        live.rename(spare)
+        spare.rename(live)
+
+
+@pytest.mark.parametrize("target", ["store/live", "snapshots/1"])
+def test_a_directory_behind_links_that_is_renamed_is_seen(tmp_path: Path, target: str) -> None:
+    """Goal: an adapter's files are links, and the directory that they lead to is swapped.
+
+    1. It holds files, or links to further files; all is old: accepted. 2. It is swapped: refused
+    as young by an engine that has seen neither, as changed by one that has read the first. 3. An
+    engine that began later accepts it.
+    """
+    name = "adapter_model.safetensors"
+    for directory in ("adapter", "blobs", "store", "snapshots"):
+        (tmp_path / directory).mkdir()
+    for place, version in (("live", "1"), ("next", "2")):
+        make_adapter(tmp_path / "store" / place, version.encode())
+        (tmp_path / "blobs" / version).write_bytes(version.encode())
+        (tmp_path / "snapshots" / version).mkdir()
+        (tmp_path / "snapshots" / version / name).symlink_to(f"../../blobs/{version}")
+    live = tmp_path / target
+    (tmp_path / "adapter" / name).symlink_to(live / name)
+    lora = Lora(str(tmp_path / "adapter"))
+    since_ns = newest_ns(tmp_path) + 1
+    reader, waiting = (Adapters(since_ns=since_ns) for _ in range(2))
+    value = reader.value_of(lora)
+    swapped(live, live.with_name("next" if live.name == "live" else "2"), since_ns)
+    for adapters, code in ((waiting, "lora_recent"), (reader, "lora_changed")):
+        with pytest.raises(AdapterRefused) as refused:
+            adapters.value_of(lora)
+        assert refused.value.code == code
+    assert Adapters(since_ns=newest_ns(tmp_path) + 1).value_of(lora) != value
+
+
+def test_a_file_that_comes_beside_a_link_s_target_leaves_a_known_adapter(tmp_path: Path) -> None:
+    """Goal: adapters share a directory of blobs. One that was read keeps its name when a blob of
+    another comes; one that was not is refused, as the directory may have been swapped."""
+    name = "adapter_model.safetensors"
+    for directory in ("adapter", "blobs"):
+        (tmp_path / directory).mkdir()
+    (tmp_path / "blobs" / "1").write_bytes(b"1")
+    (tmp_path / "adapter" / name).symlink_to("../blobs/1")
+    lora = Lora(str(tmp_path / "adapter"))
+    since_ns = newest_ns(tmp_path) + 1
+    known = Adapters(since_ns=since_ns)
+    value = known.value_of(lora)
+    while (tmp_path / "blobs").stat().st_ctime_ns < since_ns:
+        (tmp_path / "blobs" / "2").write_bytes(b"2")
+        (tmp_path / "blobs" / "2").unlink()
+    assert known.value_of(lora) == value
+    with pytest.raises(AdapterRefused) as refused:
+        Adapters(since_ns=since_ns).value_of(lora)
+    assert refused.value.code == "lora_recent"
+    assert Adapters(since_ns=since_ns, final=True).value_of(lora) == value
+
+
 def test_a_neighbour_of_an_old_adapter_may_be_young(tmp_path: Path) -> None:
     """Goal: adapters that lay ready when the engine began are cached, as a hub's cache keeps them:
     files are links to blobs. What else comes into the directory above is nothing of theirs."""
