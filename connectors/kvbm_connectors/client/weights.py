@@ -79,20 +79,17 @@ Span = tuple[int, int]
 Plan = tuple[int, Sequence[Span]]
 """The reads of a file: all bytes before the first number, and pages of each span."""
 
-
 LINKS_MAX = 40
 """Links on the way to a file, as Linux follows at most."""
 
 
 class Look(Enum):
-    """Kinds of what a signature holds of a path."""
+    """What a signature looks at: what a path leads to, a link itself, or a directory that a link
+    leads into. The last has a time, and may get further files."""
 
     TARGET = "target"
-    """What the path leads to."""
     LINK = "link"
-    """The link itself."""
     HOLDER = "holder"
-    """A directory that a link leads into. It has a time, and may get further files."""
 
 
 Place = tuple[str, Look]
@@ -274,15 +271,23 @@ def _followed(path: Path) -> Iterator[Place]:
         step = os.path.join(at, part)  # An absolute part replaces what was before.
         if count and not parts:
             yield at, Look.HOLDER
-        if part == os.pardir:
-            at = os.path.dirname(at)
-        elif not os.path.islink(step):
-            at = step
+        if not _is_link(step):
+            at = step  # With `..` as it is: behind `/proc/PID/root` the kernel alone knows its way.
         elif (count := count + 1) > LINKS_MAX:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         else:
             yield step, Look.LINK
             parts.extend(reversed(Path(os.readlink(step)).parts))
+
+
+def _is_link(path: str) -> bool:
+    """Tell whether a path is a link that says where it leads, and keeps the time when it was made.
+
+    The kernel's links in `/proc` do neither. `/proc/PID/root` says `/` and leads into the files of
+    another container; its time is when it was looked at. Raises OSError.
+    """
+    found = os.lstat(path)
+    return stat.S_ISLNK(found.st_mode) and found.st_dev != os.stat("/proc/self").st_dev
 
 
 def _files(path: Path) -> list[_File]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -420,6 +421,45 @@ def test_a_file_that_comes_beside_a_link_s_target_leaves_a_known_adapter(tmp_pat
         Adapters(since_ns=since_ns).value_of(lora)
     assert refused.value.code == "lora_recent"
     assert Adapters(since_ns=since_ns, final=True).value_of(lora) == value
+
+
+@pytest.fixture
+def sidecar() -> Iterator[Callable[[int], Path]]:
+    """A way to the files of a process whose root the kernel dates after a time."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(since_ns: int) -> Path:
+        while True:
+            started.append(subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE))
+            root = Path(f"/proc/{started[-1].pid}/root")
+            if root.lstat().st_ctime_ns >= since_ns:
+                return root
+
+    yield start
+    for process in started:
+        process.communicate()
+
+
+def test_a_link_of_the_kernel_is_no_change(tmp_path: Path, sidecar: Callable[[int], Path]) -> None:
+    """Goal: KServe's modelcars lead to an adapter in another container over `/proc/PID/root`.
+
+    1. The kernel dates this link when it is looked at first, here after the engine's start: the
+    adapter is accepted. 2. A link behind it moves: refused as young. 3. Behind it, `..` is what the
+    kernel takes it for, so that the adapter is found in another process's files.
+    """
+    for version in "12":
+        make_adapter(tmp_path / version, version.encode())
+    (tmp_path / "current").symlink_to("1")
+    since_ns = newest_ns(tmp_path) + 1
+    root = sidecar(since_ns)
+    beside, above = (f"{root}{tmp_path}", f"{root}/..{tmp_path}")
+    for way in (beside, above):
+        assert Adapters(since_ns=since_ns).value_of(Lora(f"{way}/current"))
+    moved_to(tmp_path / "current", Path("2"), since_ns)
+    for way in (beside, above):
+        with pytest.raises(AdapterRefused) as refused:
+            Adapters(since_ns=since_ns).value_of(Lora(f"{way}/current"))
+        assert refused.value.code == "lora_recent"
 
 
 def test_a_neighbour_of_an_old_adapter_may_be_young(tmp_path: Path) -> None:
