@@ -51,6 +51,8 @@ REASON = "admin"
 REMOVALS_MAX = 8
 """Selections that are removed at the same time: each takes up to 24 bytes a slot, and 130 for each
 block that is behind a prefix."""
+MOVED_MAX = 4_096
+"""Slots that one step of a resize takes out of use, or puts back: two microseconds each."""
 REMOVAL_IDLE_MS = 5_000
 """A removal that is not asked for again in this time was given up: the next request of this kind
 begins another. Jobs ask again within milliseconds."""
@@ -295,18 +297,29 @@ def _resize(tier: AdministeredTier, request: ResizeRequest, now_ms: int) -> Resi
     if request.slots > capacity:
         text = f"the medium has {capacity} slots" if capacity else "the medium is not cut yet"
         return ErrorBody(code="bad_size", message=text, field="slots")
-    table.revive(max(0, request.slots - was))
+    step = _moved_at_once(table)
+    goal = max(was - step, min(was + step, request.slots))
+    table.revive(max(0, goal - was))
     evicted = 0
-    while (surplus := _retire_down_to(table, request.slots)) and evicted < REMOVED_MAX:
+    while (surplus := _retire_down_to(table, goal)) and evicted < REMOVED_MAX:
         gone = tier.evict_idle(_count_in(table, surplus, REMOVED_MAX - evicted), now_ms)
         if not gone:
             break
         evicted += gone
         assert evicted <= REMOVED_MAX, f"{evicted} blocks are evicted in one step"
-    more = surplus > 0 and evicted >= REMOVED_MAX
     slots = table.usable_count
+    more = evicted >= REMOVED_MAX if surplus else goal != request.slots and slots != was
     assert slots <= capacity, f"{slots} slots of {capacity} are in use, {request.slots} were wanted"
     return ResizeReply(slots=slots, was=was, capacity=capacity, evicted=evicted, more=more)
+
+
+def _moved_at_once(table: SlotTable) -> int:
+    """Return how many slots of the first size one step may move: they may be cut into smaller."""
+    pool = table.pool
+    first = pool.layout.slot_bytes
+    least = min([size.slot_bytes for size in pool.sizes.values() if size.slabs], default=first)
+    assert least > 0, f"slots of {least} bytes"
+    return max(1, MOVED_MAX * min(least, first) // max(1, first))
 
 
 def _retire_down_to(table: SlotTable, slots: int) -> int:

@@ -177,7 +177,7 @@ def resizing(
                     yield tally
                     break
                 # Without progress the same step would be repeated without end.
-                more = reply.more and reply.evicted > 0
+                more = reply.more and (reply.evicted > 0 or reply.slots != reply.was)
                 tally["evicted"] += reply.evicted
                 yield tally
             else:

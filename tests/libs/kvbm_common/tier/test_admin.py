@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.admin import REMOVAL_IDLE_MS, REMOVALS_MAX, TierAdmin
+from kvbm_common.tier.admin import MOVED_MAX, REMOVAL_IDLE_MS, REMOVALS_MAX, TierAdmin
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.leases import LeaseTable
@@ -103,6 +103,24 @@ def test_a_large_resize_goes_on_in_further_steps() -> None:
         assert reply.was == was
     assert (reply.slots, steps) == (512, 512 * FIRST_UNITS // REMOVED_MAX)
     assert held - len(tier.table) == 512 * FIRST_UNITS
+
+
+@pytest.mark.parametrize("units", [1, FIRST_UNITS])
+def test_a_resize_moves_some_slots_in_each_step(units: int) -> None:
+    """Empty slots cost no eviction, and time all the same: no step moves more of them."""
+    tier = Tier(5 * MOVED_MAX // 2 * units // FIRST_UNITS)
+    slot = tier.table.stage(name(1), units * UNIT_BYTES)
+    assert slot is not None
+    tier.table.register(slot, Block(name(1), name(0), NAMESPACE, 1, units * UNIT_BYTES))
+    most, steps = MOVED_MAX * units // FIRST_UNITS, 0
+    for slots in (1, tier.table.slot_count):
+        more = True
+        while more:
+            reply = tier.resize(slots)
+            assert abs(reply.slots - reply.was) <= most, reply
+            more, steps = reply.more, steps + 1
+        assert reply.slots == slots
+    assert steps == 2 * 3
 
 
 def remove(tier: Tier, verb: str, **selection: Any) -> RemoveReply:

@@ -88,6 +88,27 @@ async def test_a_resize_without_progress_ends() -> None:
     assert fleet.asked == 1
 
 
+class Growing(Stuck):
+    """A fleet whose tier uses two slots more with each request, up to 8."""
+
+    async def ask_instance(
+        self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Answer that two more are in use."""
+        self.asked += 1
+        await asyncio.sleep(0)
+        slots = 2 * self.asked
+        reply = ResizeReply(slots=slots, was=slots - 2, capacity=8, more=slots < 8)
+        return codec.decode(msgspec.json.encode(reply))
+
+
+async def test_a_resize_that_only_moves_empty_slots_is_asked_for_until_it_has_ended() -> None:
+    fleet = Growing(ResizeReply(slots=0, was=0, capacity=8))
+    work = resizing(cast(Fleet, fleet), [TIER], "resize", ResizeRequest(slots=8, actor="ada"))
+    assert not await ended(work)
+    assert fleet.asked == 4
+
+
 async def test_a_removal_without_progress_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the same of `evict`, but a tier may look through many blocks before it removes one."""
     monkeypatch.setattr("kvbm_metrics.shell.operations.IDLE_TURNS_MAX", 5)
