@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from types import FunctionType, ModuleType
 
 from kvbm_common.eviction import EvictionPolicy, Lru
 from kvbm_common.identity import SequenceHash
@@ -51,6 +53,10 @@ class StrictLru(Lru):
         assert block not in self.held, "admitted while held"
         super().admit(block, parent)
 
+    def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
+        assert self.held.isdisjoint(blocks), "admitted while held"
+        super().admit_all(blocks, parents)
+
     def hold(self, block: SequenceHash) -> None:
         super().hold(block)
         self.held.add(block)
@@ -82,3 +88,17 @@ def policy_of(table: SlotTable) -> EvictionPolicy:
     size = table.pool.size_of(0)
     assert size is not None
     return size.policy
+
+
+def largest_table(root: object) -> int:
+    """How many entries the largest dict or set has that belongs to an object."""
+    seen, left, most = {id(root)}, [root], 0
+    while left:
+        one = left.pop()
+        if isinstance(one, (dict, set)):
+            most = max(most, len(one))
+        for part in gc.get_referents(one):
+            if id(part) not in seen and not isinstance(part, (type, ModuleType, FunctionType)):
+                seen.add(id(part))
+                left.append(part)
+    return most

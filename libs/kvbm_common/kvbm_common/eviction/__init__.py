@@ -52,6 +52,9 @@ class EvictionPolicy(Protocol):
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         """Add a block that was committed; it is free."""
 
+    def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
+        """Add blocks that were committed together, in their order; then free them leaves first."""
+
     def hold(self, block: SequenceHash) -> None:
         """Mark a free block as in use: it is no victim."""
 

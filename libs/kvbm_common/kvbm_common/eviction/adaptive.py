@@ -82,6 +82,14 @@ class Adaptive:
         if block[-1] < self._sampled_byte:
             self._sample(block)
 
+    def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
+        count = len(self)
+        for block, parent in zip(blocks, parents, strict=True):
+            self.admit(block, parent)
+            self.hold(block)
+        self.free_all(blocks[::-1])
+        assert len(self) == count + len(blocks), f"{count} free blocks became {len(self)}"
+
     def touch(self, block: SequenceHash) -> None:
         self._reused.add(block)
         if block[-1] < self._sampled_byte:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_order import BlockOrder
 from kvbm_common.tier.blocks import BlockColumns
 
 
@@ -14,7 +14,7 @@ class FreeOrder:
     """An ordered set: those of a former life first, then as blocks become free.
 
     A million names of a former life come as a list and a set, in a quarter of the time that an
-    OrderedDict takes for them; each leaves them once, for good.
+    BlockOrder takes for them; each leaves them once, for good.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class FreeOrder:
         """Newest first: the end of a list is cheap to cut off. The last of them is here."""
         self._left: set[SequenceHash] = set()
         """The blocks of a former life that are still here."""
-        self._later: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._later: BlockOrder[None] = BlockOrder()
 
     def fill(self, former: BlockColumns) -> None:
         """Free blocks, leaves first; only into an empty order."""
@@ -35,12 +35,11 @@ class FreeOrder:
         """Add a block that is free now."""
         assert block not in self._later, f"{block.hex()} is freed twice"
         assert block not in self._left, f"{block.hex()} is free since the former life"
-        self._later[block] = None
+        self._later.add(block, None)
 
     def hold(self, block: SequenceHash) -> None:
         """Remove a block that is no longer free; raises KeyError when it was not."""
-        if block in self._later:
-            del self._later[block]
+        if self._later.pop(block):
             return
         self._left.remove(block)
         while self._former and self._former[-1] not in self._left:
@@ -51,11 +50,10 @@ class FreeOrder:
 
     def free_all(self, blocks: Sequence[SequenceHash]) -> None:
         """Add blocks that are free now, in their order."""
-        later, count = self._later, len(self._later)
         assert not self._left or self._left.isdisjoint(blocks), "some are free since a former life"
-        for block in blocks:
-            later[block] = None
-        assert len(later) == count + len(blocks), f"of {len(blocks)} blocks some are freed twice"
+        count = len(self._later)
+        self._later.add_all(blocks, None)
+        assert len(self._later) == count + len(blocks), f"{count} blocks, then {len(self._later)}"
 
     def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
         """Remove blocks that are no longer free; raises KeyError when one was not."""
@@ -63,19 +61,16 @@ class FreeOrder:
             for block in blocks:
                 self.hold(block)
             return
-        later, count = self._later, len(self._later)
-        for block in blocks:
-            del later[block]
-        assert len(later) == count - len(blocks), f"{count} blocks became {len(later)}"
+        count = len(self._later)
+        self._later.drop(blocks)
+        assert len(self._later) == count - len(blocks), f"{count} blocks became {len(self._later)}"
 
     def renew_all(self, blocks: Sequence[SequenceHash]) -> None:
         """Move free blocks to where they would be if they were freed now."""
-        if self._left:
-            self.hold_all(blocks)
-            self.free_all(blocks)
-            return
-        for block in blocks:
-            self._later.move_to_end(block)
+        count = len(self)
+        self.hold_all(blocks)
+        self.free_all(blocks)
+        assert len(self) == count, f"{count} free blocks became {len(self)}"
 
     def __contains__(self, block: SequenceHash) -> bool:
         return block in self._later or block in self._left
@@ -97,6 +92,10 @@ class Lru(FreeOrder):
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         super().free(block)
+
+    def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
+        assert len(parents) == len(blocks), f"{len(blocks)} blocks, {len(parents)} parents"
+        super().free_all(blocks[::-1])
 
     def touch(self, block: SequenceHash) -> None:
         pass  # `free` follows, and moves it.

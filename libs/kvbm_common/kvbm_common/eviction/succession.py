@@ -46,6 +46,10 @@ class Succession:
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         self.policy.admit(block, parent)
 
+    def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
+        assert len(parents) == len(blocks), f"{len(blocks)} blocks, {len(parents)} parents"
+        self.policy.admit_all(blocks, parents)
+
     def hold(self, block: SequenceHash) -> None:
         self.policy.hold(block)
 

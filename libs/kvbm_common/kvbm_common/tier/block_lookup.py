@@ -75,11 +75,35 @@ class BlockLookup(Generic[T]):
         for block in blocks:
             parts[block[-1]][block] = value
 
+    def set_new(self, blocks: Sequence[bytes], value: T) -> bool:
+        """Set one value for some blocks that have none; return whether none of them had one."""
+        parts, mask = self._parts, self._mask
+        assert len(parts) <= mask + 1, f"{len(parts)} parts, mask {mask}"
+        if not mask:
+            is_new = parts[0].keys().isdisjoint(blocks)
+            self.set(blocks, value)
+            return is_new
+        found = [parts[block[-1]].setdefault(block, value) for block in blocks]
+        return found.count(value) == len(blocks)
+
     def drop(self, blocks: Iterable[bytes]) -> None:
         """Drop the values of these blocks, where they have one."""
         parts, mask = self._parts, self._mask
         for block in blocks:
             parts[block[-1] & mask].pop(block, None)
+
+    def pop(self, block: bytes) -> T | None:
+        """Drop the value of a block; return it, or None if there was none."""
+        return self._parts[block[-1] & self._mask].pop(block, None)
+
+    def pop_all(self, blocks: Sequence[bytes]) -> list[T | None]:
+        """Drop the values of these blocks; return them, None where there was none."""
+        parts, mask = self._parts, self._mask
+        if not mask:
+            whole = parts[0]
+            return [whole.pop(block, None) for block in blocks]
+        assert len(parts) == PARTS, f"divided in {len(parts)} parts"
+        return [parts[block[-1]].pop(block, None) for block in blocks]
 
     def part(self, number: int) -> Set[bytes]:
         """Return the blocks of a part: all of a table that is not divided."""

@@ -195,14 +195,12 @@ class SlotTable(SlotPins):
             self._block_bytes += block.bytes
             slot_of[name] = slot
             used[slot] = clock
-            policy = policy_of[slot]
-            policy.admit(name, block.parent)
-            policy.hold(name)
-        for slot, block in reversed(entries):
-            policy_of[slot].free(block.hash)
-        names = {block.hash for _, block in entries}
+        slots, names = [slot for slot, _ in entries], [block.hash for _, block in entries]
+        for policy, ours in self._by_policy(slots, names):
+            policy.admit_all(ours, [self.block(slot_of[name]).parent for name in ours])
         # In the order of the entries: it says which chain is the older one afterwards.
-        parents = dict.fromkeys(block.parent for _, block in entries if block.parent not in names)
+        new = set(names)
+        parents = dict.fromkeys(block.parent for _, block in entries if block.parent not in new)
         for parent in parents:
             self.renew_chain(parent, RENEWED_PER_BLOCK * len(entries) // len(parents))
 

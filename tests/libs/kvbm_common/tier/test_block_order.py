@@ -1,0 +1,121 @@
+"""Blocks in the order in which they came: against a plain ordered dict, and how much is moved."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvbm_common.eviction.lru import Lru
+from kvbm_common.tier.block_lookup import WHOLE_MAX
+from kvbm_common.tier.block_order import RUN_MAX, BlockOrder
+from kvbm_common.tier.departures import Departures
+
+from tests.libs.helpers import largest_table, name
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "add all", "drop", "discard", "oldest"]),
+            st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True),
+        ),
+        max_size=60,
+    )
+)
+def test_an_order_does_as_an_ordered_dict(work: list[tuple[str, list[int]]]) -> None:
+    order: BlockOrder[int] = BlockOrder()
+    model: OrderedDict[bytes, int] = OrderedDict()
+    for value, (what, numbers) in enumerate(work):
+        names = [name(number) for number in numbers]
+        new = [one for one in names if one not in model]
+        here = [one for one in names if one in model]
+        match what:
+            case "add":
+                for one in new:
+                    order.add(one, 0)
+                    model[one] = 0
+            case "add all":
+                order.add_all(new, value)
+                model.update(dict.fromkeys(new, value))
+            case "drop":
+                order.drop(here)
+                for one in here:
+                    del model[one]
+            case "discard":
+                assert order.discard(names) == len(here)
+                for one in here:
+                    del model[one]
+            case "oldest":
+                count = numbers[0]
+                assert order.oldest(count) == [*itertools.islice(model.items(), count)]
+        order.check()
+        assert [*order] == [*model]
+        assert [order.get(one) for one in names] == [model.get(one) for one in names]
+        assert order.has_none_of(names) == model.keys().isdisjoint(names)
+
+
+def test_a_block_that_is_not_here_cannot_be_dropped() -> None:
+    order: BlockOrder[None] = BlockOrder()
+    order.add(name(1), None)
+    with pytest.raises(KeyError):
+        order.drop([name(2)])
+
+
+def test_a_block_that_leaves_and_comes_again_without_end_costs_no_memory() -> None:
+    """An old block stays in front: what is behind it is not passed, and has to be swept."""
+    order: BlockOrder[None] = BlockOrder()
+    order.add(name(1), None)
+    for _ in range(1_000):
+        order.add(name(2), None)
+        order.drop([name(2)])
+        order.add(name(3), None)
+        order.add(name(2), None)
+        order.drop([name(3), name(2)])
+    assert order.run_count < 10
+    assert [*order] == [name(1)]
+
+
+def test_a_run_of_many_is_cut() -> None:
+    """Whatever leaves, no more than one run is looked through."""
+    order: BlockOrder[None] = BlockOrder()
+    names = [name(number) for number in range(3 * RUN_MAX)]
+    order.add_all(names, None)
+    assert order.run_count == 3
+    order.drop(names[1::2])
+    assert [*order] == names[::2]
+
+
+@pytest.mark.parametrize("make", [Lru, BlockOrder, Departures])
+def test_no_table_holds_more_than_a_part_of_the_blocks(make: Callable[[], object]) -> None:
+    """Python's tables move all of their entries when they grow: 0.2 s for a million blocks."""
+    order, count = make(), 2 * WHOLE_MAX
+    for first in range(0, count, RUN_MAX):
+        names = [name(number) for number in range(first, first + RUN_MAX)]
+        match order:
+            case Lru():
+                for one in names:
+                    order.admit(one, name(0))
+            case Departures():
+                order.note(names, "evicted", first)
+            case BlockOrder():
+                order.add_all(names, None)
+    assert largest_table(order) < count // 100
+
+
+def test_the_garbage_collector_has_nothing_to_look_at() -> None:
+    """It would look at a million blocks at once."""
+    order: BlockOrder[None] = BlockOrder()
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(4 * WHOLE_MAX):
+        order.add(name(number), None)
+        if number % 2:
+            order.drop([name(number)])
+    assert order.run_count >= WHOLE_MAX
+    gc.collect()
+    assert len(gc.get_objects()) - before < WHOLE_MAX // 10
