@@ -11,7 +11,7 @@ from kvbm_common.eviction import POLICIES, Lru, make_policy
 from kvbm_common.eviction.succession import Succession
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
-from kvbm_common.tier.slots import FORMERS_MAX, Block, SlotTable
+from kvbm_common.tier.slots import FORMERS_MAX, JOINED_MAX, Block, SlotTable
 
 from tests.libs.helpers import NAMESPACE, name
 
@@ -105,6 +105,36 @@ def test_a_switch_moves_no_block() -> None:
     assert Counting.admitted == 2
     assert order(table)[-2:] == [name(2), name(1)], "leaves first, behind all others"
     assert formers(table) == [7]
+
+
+def test_policies_that_are_too_many_are_joined_in_steps() -> None:
+    """A switch moves some blocks, and each commit some more: they leave in the same order."""
+    admitted: list[SequenceHash] = []
+
+    class Counting(Lru):
+        def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
+            admitted.append(block)
+            super().admit(block, parent)
+
+    count = 3 * JOINED_MAX
+    table = SlotTable(Layout.of(UNIT_BYTES, (FORMERS_MAX + 2) * count), lambda _: Counting())
+    for first in range(0, (FORMERS_MAX + 1) * count, count):
+        for number in range(first + 1, first + count + 1):
+            store(table, number)
+        before = [*admitted], order(table)
+        table.use_policy(lambda _: Counting())
+        assert len(admitted) - len(before[0]) <= JOINED_MAX
+        assert order(table) == before[1]
+    assert len(formers(table)) == FORMERS_MAX + 1
+    steps = 0
+    while len(formers(table)) > FORMERS_MAX:
+        admitted.clear()
+        store(table, 10 * count + steps)
+        assert len(admitted) <= 1 + JOINED_MAX
+        steps += 1
+        table.check()
+    assert steps == count // JOINED_MAX - 1
+    assert order(table)[: len(before[1])] == before[1]
 
 
 def test_few_former_policies_are_kept() -> None:
