@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import cast
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
@@ -106,8 +107,12 @@ class SlotRecords:
     # --- all blocks -------------------------------------------------------------------------
 
     def blocks(self) -> list[Block]:
-        """Return all blocks that can be found."""
-        return list(self.each_block())
+        """Return all blocks that can be found; without folded ones none costs a call."""
+        if self.folded_count:
+            return list(self.each_block())
+        blocks = cast("list[Block]", [*map(self._block.__getitem__, self._slot.values())])
+        assert all(blocks[-1:]), "the newest block is in no slot"
+        return blocks
 
     def each_block(self) -> Iterator[Block]:
         """Yield all blocks that can be found, one by one; nothing may be moved meanwhile."""

@@ -217,7 +217,9 @@ class HeldBlocks:
 
     def announced(self) -> list[Block]:
         """Return every committed block that is no guest."""
-        announced = [block for block in self.table.blocks() if block.hash not in self.guests]
+        announced, guests = self.table.blocks(), self.guests.names
+        if guests:
+            announced = [block for block in announced if block.hash not in guests]
         known = len(announced) + len(self.guests)
         assert known == len(self.table), f"{len(self.guests)} guests, {len(announced)} others"
         return announced
