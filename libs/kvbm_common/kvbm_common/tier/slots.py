@@ -319,8 +319,8 @@ class SlotTable(SlotPins):
             for one in policies
             if isinstance(one, Succession) and len(one.formers) > FORMERS_MAX
         ]
-        self._is_joining = False
-        for formers in many:
+        self._is_joining = len(many) > 1  # Each tenant has policies of its own: one in a step.
+        for formers in many[:1]:
             at = min(range(1, len(formers)), key=lambda one: len(formers[one]))
             self._join(formers[at - 1], formers[at])
             if not len(formers[at]):
