@@ -90,7 +90,8 @@ class ConsolidatorCore:
     @property
     def is_quiet(self) -> bool:
         """Whether ticks may come seldom: no engine and no tier waits for anything."""
-        return self.engines.is_settled and self.consolidated.tiers.is_current
+        tiers = self.consolidated.tiers
+        return self.engines.is_settled and tiers.is_current and not tiers.is_going_on
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it, in order."""
@@ -119,6 +120,8 @@ class ConsolidatorCore:
                 for effect in self.engines.step(event, now_ms):
                     self._overhear(effect, now_ms)
                     effects += [] if isinstance(effect, Learn) else [effect]
+        if tiers.is_going_on:
+            self.consolidated.tiers_changed(tiers.go_on())
         if isinstance(event, Tick | TierJoined):
             effects += [AskSnapshot(source) for source in tiers.ask(now_ms)]
         effects += self._say()

@@ -1,14 +1,16 @@
 """The blocks that each tier of this host has, as its events on the bus say.
 
 Each tier is followed by the rule of `kvbm_common/tier/follow.py`: no event is applied behind a gap.
-A snapshot is compared with the blocks known before; the difference is the change.
+A snapshot is compared with the blocks known before; the difference is the change. The blocks
+that end with a source's life are a change in parts: a million at once held the loop for a second.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
@@ -22,6 +24,8 @@ LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 """A source that does not answer is asked less and less often."""
 FORGET_MS = 600_000
 """A source that has left is forgotten after this: no event of it is under way any more."""
+GONE_MAX = 4_096
+"""Blocks of a former life that one step tells of: a microsecond each."""
 DROPPED = {
     Verdict.OLD_EPOCH: "tier_duplicate",
     Verdict.DUPLICATE: "tier_duplicate",
@@ -55,12 +59,24 @@ class _Source(Followed[Event]):
     """When it last left."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Going:
+    """What a source had in a namespace, and may have lost."""
+
+    source: str
+    tier: Tier
+    namespace: str
+    names: Iterator[SequenceHash]
+
+
 class TierViews:
     """All tier sources of one host."""
 
     def __init__(self, drops: Counter[str]) -> None:
         self._drops = drops
         self._sources: dict[str, _Source] = {}
+        self._going: deque[_Going] = deque()
+        """What is still to be told of; questions are answered without it."""
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -143,6 +159,29 @@ class TierViews:
             source.fall_behind(now_ms)
             source.ask_at_ms = min(source.ask_at_ms, now_ms)
             assert source.state is FollowState.BEHIND, f"{name} is {source.state.name}"
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether `go_on` has more to tell."""
+        return bool(self._going)
+
+    def go_on(self) -> list[Change]:
+        """Tell of some more blocks that sources have lost, and have not got back since."""
+        changes: list[Change] = []
+        left = GONE_MAX
+        while self._going and left:
+            going = self._going[0]
+            names = list(islice(going.names, left))
+            left -= len(names)
+            if left:
+                self._going.popleft()
+            source = self._sources.get(going.source)
+            has = source.blocks.get(going.namespace, {}) if source is not None else {}
+            gone = [name for name in names if name not in has]
+            if gone:
+                changes.append(Change(going.source, going.tier, going.namespace, [], gone))
+        assert sum(len(change.removed) for change in changes) <= GONE_MAX, "too many for a step"
+        return changes
 
     @property
     def is_current(self) -> bool:
@@ -254,18 +293,20 @@ class TierViews:
                 return [Change(source.name, source.tier, event.namespace, [], gone)]
 
     def _become(self, source: _Source, wanted: dict[str, Blocks]) -> list[Change]:
-        """Replace the blocks of a source; returns what differs from before."""
+        """Replace the blocks of a source; returns what differs from before, but some losses only:
+        `go_on` has the rest."""
         assert self._sources.get(source.name) is source, f"{source.name} is followed no more"
         before, source.blocks = source.blocks, wanted
-        changes = []
+        changes: list[Change] = []
         for namespace in before.keys() | wanted.keys():
             had, has = before.get(namespace, {}), wanted.get(namespace, {})
             order = parents_first(has, has.get)
             new = [(block, has[block]) for block in order if block not in had]
-            gone = [block for block in had if block not in has]
-            if new or gone:
-                changes.append(Change(source.name, source.tier, namespace, new, gone))
-        return changes
+            if new:
+                changes.append(Change(source.name, source.tier, namespace, new, []))
+            if had:
+                self._going.append(_Going(source.name, source.tier, namespace, iter(had)))
+        return changes + (self.go_on() if before else [])
 
 
 def _blocks_of(reply: SnapshotReply) -> dict[str, Blocks]:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.nats.event_message import EventMessage
@@ -16,7 +16,7 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.epochs import require_epoch
-from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed, Stored, Tier
 from kvbm_common.wire.packed_events import events_on
 from kvbm_common.wire.verbs import SnapshotRequest, verb_subject
 
@@ -32,6 +32,8 @@ from kvbm_connectors.consolidator.core.messages import (
 
 TIERS: dict[str, Tier] = {"host-tier": "host", "disk-tier": "disk", "object-tier": "object"}
 """The kinds of services that are tiers."""
+STEP_BLOCKS = 2_048
+"""Blocks of events for which the core takes a step, up to 4 µs each; one event may have more."""
 SNAPSHOT_DEADLINE_S = 5.0
 """A million blocks take about a second to say."""
 
@@ -113,9 +115,9 @@ class TierFeed:
         )
         async with subscription:
             async for batch in subscription:
-                events = tuple(event for message in batch for event in self.events_of(message))
-                if events:
-                    await self._take(TierEvents(events))
+                events = (event for message in batch for event in self.events_of(message))
+                for some in in_steps(events):
+                    await self._take(TierEvents(some))
 
     def events_of(self, message: EventMessage) -> list[Event]:
         """Return the events of a message; none of one that cannot be believed, which is counted."""
@@ -127,3 +129,21 @@ class TierFeed:
             self._log.warning(error.kind, f"{message.subject}: {error}")
             return []
         return events
+
+
+def in_steps(events: Iterable[Event]) -> Iterator[tuple[Event, ...]]:
+    """Yield events in parts, each for one step of the core; a part ends with STEP_BLOCKS blocks."""
+    some: list[Event] = []
+    blocks = 0
+    for event in events:
+        some.append(event)
+        match event:
+            case Stored(runs=runs):
+                blocks += sum(len(run.hashes) for run in runs)
+            case Removed(hashes=hashes):
+                blocks += len(hashes)
+        if blocks >= STEP_BLOCKS:
+            yield tuple(some)
+            some, blocks = [], 0
+    if some:
+        yield tuple(some)

@@ -12,6 +12,7 @@ from kvbm_common.wire.events import Event, Run
 from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.tier_views import (
     FORGET_MS,
+    GONE_MAX,
     LIMITS,
     Change,
     TierViews,
@@ -226,3 +227,25 @@ def test_an_empty_run_has_no_block() -> None:
     name = block(7).hash
     runs = [Run(parent="0" * 32, hashes=[]), Run(parent="0" * 32, hashes=[name.hex()])]
     assert pairs_of(runs) == [(name, bytes(16))]
+
+
+def test_what_a_life_had_is_told_in_parts() -> None:
+    """1. A tier with many blocks begins another life: it has none. 2. No step tells of more than
+    some. 3. What it has again meanwhile is not told of.
+    """
+    count = 3 * GONE_MAX
+    views, first, second = TierViews(Counter()), announcer(1), announcer(2)
+    views.take(first.cleared("start"), 0)
+    for event in first.stored([block(number) for number in range(count)]):
+        views.take(event, 0)
+    assert views.block_count == count
+    parts = [views.take(second.cleared("start"), 1)]
+    assert views.block_count == 0
+    back = count - 1
+    views.take(stored(second, back), 2)
+    while views.is_going_on:
+        parts.append(views.go_on())
+    gone = [name for part in parts for change in part for name in change.removed]
+    assert max(sum(len(change.removed) for change in part) for part in parts) == GONE_MAX
+    assert sorted(gone) == sorted(block(number).hash for number in range(count - 1))
+    assert len(parts) >= 3
