@@ -6,13 +6,11 @@ import contextlib
 import ctypes
 import errno
 import json
-import mmap
 import os
 import platform
 import resource
 import socket
 import ssl
-import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +31,7 @@ from kvbm_common.runtime.processes import LockTaken, take_lock
 from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.admin_client import Client
-from kvbm_cli.doctor.directories import place_of, refused_for
+from kvbm_cli.doctor.directories import disk_facts, free_bytes, own_bytes
 from kvbm_cli.doctor.host import (
     DiskFacts,
     EngineFacts,
@@ -43,12 +41,10 @@ from kvbm_cli.doctor.host import (
     PortFacts,
     SecretFacts,
 )
-from kvbm_cli.doctor.left_stores import left_stores
 from kvbm_cli.doctor.listeners import listeners
+from kvbm_cli.layout import instances_of
 
 ANSWER_DEADLINE_S = 2.0
-BLOCK_BYTES = 4096
-"""What O_DIRECT is tried with: the alignment of our slots."""
 SYSCALLS = {"x86_64": (425, 206, 207), "aarch64": (425, 0, 1)}
 """Numbers of io_uring_setup, io_setup and io_destroy."""
 IO_URING_PARAMS_BYTES = 120
@@ -82,14 +78,14 @@ def gather(settings: Settings) -> Facts:
     return Facts(
         memlock_bytes=_memlock(),
         shm_fs=_file_system(settings.shm_dir),
-        shm_free_bytes=_free_bytes(settings.shm_dir),
-        shm_own_bytes=_own_bytes(settings.shm_dir, settings),
+        shm_free_bytes=free_bytes(settings.shm_dir),
+        shm_own_bytes=own_bytes(settings.shm_dir, settings.host),
         runtime_error=_runtime_error(settings),
         io_uring=uring,
         linux_aio=aio,
         cross_memory=_cross_memory(),
         ptrace_scope=_number_in(Path("/proc/sys/kernel/yama/ptrace_scope")),
-        disks=tuple(_disk(path, settings) for path in settings.disk_cache_dirs),
+        disks=_disks(settings),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         ports=_ports(settings),
         gpus=gpu_count,
@@ -131,24 +127,6 @@ def _file_system(path: Path) -> str:
             if inside and len(where) >= len(best):
                 best, kind = where, fs
     return kind
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return 0
-    return status.f_bavail * status.f_frsize
-
-
-def _own_bytes(directory: Path, settings: Settings) -> int:
-    """Return the bytes of this host's services in a directory: they may take them again."""
-    taken = 0
-    for path in directory.glob(f"kvbm-{settings.host}-*"):
-        for file in [path] if path.is_file() else path.rglob("*"):
-            with contextlib.suppress(OSError):
-                taken += file.stat().st_blocks * 512
-    return taken
 
 
 def _runtime_error(settings: Settings) -> str:
@@ -217,50 +195,14 @@ def _clock() -> tuple[bool, float]:
     return not (timex[5] & CLOCK_UNSYNCHRONISED), timex[3] / 1e6
 
 
-def _disk(path: Path, settings: Settings) -> DiskFacts:
-    try:
-        place = place_of(path)
-        refused = refused_for(path) if place == path else ""
-        if refused:
-            return DiskFacts(path=path, error=refused)
-        with tempfile.TemporaryFile(dir=place, prefix="kvbm-doctor-") as file:
-            allocates = _allocates(file.fileno())
-    except OSError as error:
-        return DiskFacts(path=path, error=error.strerror or str(error))
-    return DiskFacts(
-        path=path,
-        free_bytes=_free_bytes(place),
-        own_bytes=_own_bytes(path, settings),
-        direct=_direct_works(place),
-        allocates=allocates,
-        will_be_made=place != path,
-        left=left_stores(path, settings.host),
+def _disks(settings: Settings) -> tuple[DiskFacts, ...]:
+    """Look at each directory as the disk tier of its own sees it."""
+    instances = instances_of("disk-tier", settings)
+    pairs = zip(settings.disk_cache_dirs, instances, strict=True)
+    return tuple(
+        disk_facts(directory, settings.disk_store(directory, instance), settings.host)
+        for directory, instance in pairs
     )
-
-
-def _allocates(fd: int) -> bool:
-    try:
-        os.posix_fallocate(fd, 0, BLOCK_BYTES)
-    except OSError:
-        return False
-    return True
-
-
-def _direct_works(path: Path) -> bool:
-    name = path / f"kvbm-doctor-{os.getpid()}"
-    try:
-        fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT, 0o600)
-    except OSError:
-        name.unlink(missing_ok=True)  # Some file systems make it before they refuse.
-        return False
-    name.unlink()
-    try:
-        with mmap.mmap(-1, BLOCK_BYTES) as page:  # Aligned, as O_DIRECT wants it.
-            return os.write(fd, page) == BLOCK_BYTES
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 # --- network ----------------------------------------------------------------------------------

@@ -138,6 +138,10 @@ class Settings(DeclaredSettings):
         """The only directory, or the first."""
         return self.disk_cache_dirs[0]
 
+    def disk_store(self, directory: Path, instance: str) -> Path:
+        """Return where a disk tier of this host keeps its blocks, below a directory for a disk."""
+        return directory / f"kvbm-{self.host}-{instance}"
+
     @property
     def object_directory(self) -> Path | None:
         """The directory of the object tier; None: it uses a bucket."""

@@ -43,7 +43,7 @@ async def serve(context: ServiceContext) -> None:
     keys = keys_of(settings)
     limits = limits_of(settings)
     options = StoreOptions(
-        directory=settings.disk_cache_dir / f"kvbm-{context.host}-{context.instance}",
+        directory=settings.disk_store(settings.disk_cache_dir, context.instance),
         capacity_bytes=settings.disk_cache_bytes,
         slot_count=settings.disk_cache_override_num_blocks or None,
         direct=not settings.disk_disable_o_direct,

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvbm_cli.doctor.directories import place_of, refused_for
+from kvbm_cli.doctor.checks import examine
+from kvbm_cli.doctor.directories import disk_facts
+from kvbm_cli.doctor.facts import gather
+from kvbm_cli.doctor.host import DiskFacts, Facts
+from kvbm_common.config.settings import Settings
 from kvbm_disk_tier.shell.own_files import open_own_directory
 
 
@@ -18,30 +22,113 @@ def opens(path: Path) -> bool:
     return True
 
 
+def gathered(tmp_path: Path, *directories: Path) -> tuple[Facts, Settings]:
+    """Look at this host, with these directories for disk tiers of the host `h`."""
+    texts = {
+        "disk_cache_dirs": ",".join(map(str, directories)), "disk_cache_gb": 0.001, "host": "h",
+        "runtime_dir": tmp_path / "run", "state_dir": tmp_path / "state",
+    }  # fmt: skip
+    settings = Settings.load({}, texts)
+    return gather(settings), settings
+
+
+def looked_at(directory: Path) -> DiskFacts:
+    """Return what the doctor finds of a directory for the only disk tier of the host `h`."""
+    return disk_facts(directory, directory / "kvbm-h-0", "h")
+
+
+def store_in(directory: Path, mode: int = 0o700) -> Path:
+    """Make the directory that a tier has below its own."""
+    store = directory / "kvbm-h-0"
+    store.mkdir(parents=True)
+    store.chmod(mode)
+    return store
+
+
 @pytest.mark.parametrize(
     ("made", "word"), [(0o700, ""), (0o755, ""), (0o770, "mode is 770"), (0o757, "mode is 757")]
 )
-def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, made: int, word: str) -> None:
-    path = tmp_path / "disk"
-    path.mkdir()
-    path.chmod(made)
-    said = refused_for(path)
+def test_a_store_that_others_may_write_is_refused(tmp_path: Path, made: int, word: str) -> None:
+    store = store_in(tmp_path / "disk", made)
+    said = looked_at(tmp_path / "disk").error
     assert word in said
-    assert (said == "") == opens(path)
+    assert (said == "") == opens(store)
 
 
-def test_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_store_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir(mode=0o700)
-    link = tmp_path / "disk"
-    link.symlink_to("there")
-    assert "link" in refused_for(link)
-    assert not opens(link)
+    (tmp_path / "disk").mkdir()
+    store = tmp_path / "disk" / "kvbm-h-0"
+    store.symlink_to(tmp_path / "there")
+    said = looked_at(tmp_path / "disk").error
+    assert said.startswith(f"{store}: it is a link")
+    assert not opens(store)
+
+
+def test_a_store_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root could write there, so only its owner says that the tier will not."""
+    store = store_in(tmp_path / "disk")
+    owner = store.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    assert f"it is of user {owner}" in looked_at(tmp_path / "disk").error
+    assert not opens(store)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o775, 0o1777])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_directory_above_a_store_may_be_shared_and_a_link(
+    tmp_path: Path, mode: int, is_link: bool
+) -> None:
+    """Goal: no disk directory that works is called wrong, before the first start or after it."""
+    directory = there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(mode)
+    if is_link:
+        directory = tmp_path / "disk"
+        directory.symlink_to(there)
+    before = looked_at(directory)
+    assert opens(directory / "kvbm-h-0")
+    after = looked_at(directory)
+    assert (before.error, after.error) == ("", "")
+    assert not before.will_be_made
+    assert before.allocates
 
 
 def test_what_is_missing_is_made_in_the_nearest_place(tmp_path: Path) -> None:
-    """Also below a directory that all may write."""
+    """Also below a directory that all may write; the line of the doctor says so."""
     tmp_path.chmod(0o1777)
-    path = tmp_path / "new" / "disk"
-    assert place_of(path) == tmp_path
-    assert opens(path)
-    assert place_of(path) == path
+    directory = tmp_path / "new" / "disk"
+    facts, settings = gathered(tmp_path, directory)
+    (line,) = (one for one in examine(facts, settings) if one.check == f"disk {directory}")
+    assert (line.level, line.found.endswith("; the directory will be made")) == ("ok", True)
+    assert opens(directory / "kvbm-h-0")
+    facts, settings = gathered(tmp_path, directory)
+    (line,) = (one for one in examine(facts, settings) if one.check == f"disk {directory}")
+    assert (line.level, "will be made" in line.found) == ("ok", False)
+
+
+def test_a_store_is_tried_where_nothing_may_be_written_beside_it(tmp_path: Path) -> None:
+    """Goal: an operator makes the store for the tier, and gives it no right above."""
+    in_proc = looked_at(Path("/proc"))
+    assert in_proc.error
+    assert looked_at(Path("/proc/nowhere")).error.startswith("/proc: ")
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    (directory / "kvbm-h-0").write_text("a file")
+    assert looked_at(directory).error.startswith(f"{directory}/kvbm-h-0: ")
+
+
+def test_each_of_several_directories_has_the_store_of_its_own_tier(tmp_path: Path) -> None:
+    """Goal: only what the second tier will open is looked at in the second directory."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    store_in(first)
+    store_in(second, 0o777)  # As a stack with this directory alone has left it.
+    facts, _ = gathered(tmp_path, first, second)
+    assert [one.error for one in facts.disks] == ["", ""]
+    (second / "kvbm-h-0-1").mkdir()
+    (second / "kvbm-h-0-1").chmod(0o777)
+    good, bad = gathered(tmp_path, first, second)[0].disks
+    assert not good.error
+    assert bad.error.startswith(f"{second}/kvbm-h-0-1: others may write to it")
