@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvbm_common.access.addresses import is_loopback
 from kvbm_common.config.schema import redacted
@@ -110,7 +111,8 @@ def _unplanned(facts: Facts, settings: Settings) -> Iterator[ListenerFacts]:
 
 def _listener(one: ListenerFacts, settings: Settings) -> Finding:
     name = f"open: {one.address}:{one.port}"
-    if one.runtime_dir not in ("", str(settings.runtime_dir)):
+    # Compared as paths: a process keeps the text as it was given, with a slash at its end or not.
+    if one.runtime_dir and Path(one.runtime_dir) != settings.runtime_dir:
         found = f"{one.process} of the stack in {one.runtime_dir}"
         if is_loopback(one.address):
             return Finding(name, "ok", f"{found}: processes of this machine")

@@ -105,6 +105,15 @@ def test_a_port_of_another_stack_is_named_so(facts: Facts) -> None:
     assert "UCX" in found["open: 0.0.0.0:40000"].found
 
 
+@pytest.mark.parametrize("given", ["/run/kvbm", "/run/kvbm/", "/run//kvbm/."])
+def test_a_port_of_the_own_stack_is_no_other_ones(facts: Facts, given: str) -> None:
+    """Goal: however its directory is written, what UCX opens is named so, with what to do."""
+    own = dataclasses.replace(facts, listeners=(dataclasses.replace(UCX, runtime_dir=given),))
+    found = findings(own, runtime_dir="/run/kvbm")["open: 0.0.0.0:40000"]
+    assert "UCX" in found.found
+    assert "KVBM_PEER_DEVICES" in found.advice
+
+
 def test_settings_that_services_refuse_are_wrong(facts: Facts) -> None:
     """Goal: the doctor says beforehand what would end the start."""
     chosen: dict[str, object] = {"nats_url": "nats://192.0.2.1:4222", "metrics_bind": "0.0.0.0"}
