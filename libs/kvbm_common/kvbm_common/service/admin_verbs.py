@@ -21,16 +21,19 @@ from kvbm_common.wire.admin import (
     LogLevelRequest,
     RemoveReply,
     RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
 )
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.operator_verbs import OPERATOR_VERBS, SERVICES, OperatorVerb
 from kvbm_common.wire.verbs import ErrorBody
 
 TURN_S = 0.5
-"""How long the core takes step after step of a removal for one request."""
+"""How long the core takes step after step of a removal or a resize for one request."""
 
 _log_level: JsonCodec[LogLevelRequest] = JsonCodec(LogLevelRequest)
 _remove_reply: JsonCodec[RemoveReply] = JsonCodec(RemoveReply)
+_resize_reply: JsonCodec[ResizeReply] = JsonCodec(ResizeReply)
 
 Ask = Callable[[str, Any], Awaitable[bytes]]
 
@@ -45,6 +48,8 @@ def tier_verbs(kind: str, ask: Ask, audit: Audit) -> dict[str, VerbHandler]:
             request = codec.decode(payload)
             if isinstance(request, RemoveRequest):
                 return await _remove(ask, verb.name, request)
+            if isinstance(request, ResizeRequest):
+                return await _resize(ask, verb.name, request)
             return await ask(verb.name, request)
 
         return audit.audited(verb.name, handle) if verb.is_change else handle
@@ -65,6 +70,19 @@ async def _remove(ask: Ask, verb: str, request: RemoveRequest) -> bytes:
         removed += reply.removed
         if not reply.more or removed >= STEP_BLOCKS_MAX or time.monotonic() >= until_s:
             return msgspec.json.encode(msgspec.structs.replace(reply, removed=removed))
+
+
+async def _resize(ask: Ask, verb: str, request: ResizeRequest) -> bytes:
+    """Have the core take steps of a resize, as of a removal; the audit stream has one entry."""
+    until_s, evicted = time.monotonic() + TURN_S, 0
+    first: ResizeReply | None = None
+    while True:
+        reply = _resize_reply.decode(await ask(verb, request))
+        first = first or reply
+        evicted += reply.evicted
+        if not reply.more or evicted >= STEP_BLOCKS_MAX or time.monotonic() >= until_s:
+            whole = msgspec.structs.replace(reply, evicted=evicted, was=first.was)
+            return msgspec.json.encode(whole)
 
 
 async def answer_log_level(payload: bytes) -> bytes:

@@ -11,7 +11,13 @@ from kvbm_common.nats.bus import VerbHandler
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
 from kvbm_common.service.audit import Audit
-from kvbm_common.wire.admin import STEP_BLOCKS_MAX, RemoveReply, RemoveRequest
+from kvbm_common.wire.admin import (
+    STEP_BLOCKS_MAX,
+    RemoveReply,
+    RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
+)
 from kvbm_common.wire.verbs import ErrorBody, ReleaseReply
 
 from tests.waiting import wait_until
@@ -100,3 +106,35 @@ async def test_the_steps_of_a_removal_are_one_change(
     expected = RemoveReply(removed=removed, kept=asked, more=more)
     assert msgspec.json.decode(reply, type=RemoveReply) == expected
     assert (said, audit.verbs) == (["evict"] * asked, ["evict"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "evicted", "more", "asked"),
+    [
+        ([(256, True), (256, True), (8, False)], 520, False, 3),
+        ([(STEP_BLOCKS_MAX - 1, True), (1, True), (1, True)], STEP_BLOCKS_MAX, True, 2),
+        ([(0, False)], 0, False, 1),
+    ],
+    ids=["all", "enough for one request", "nothing to evict"],
+)
+async def test_the_steps_of_a_resize_are_one_change(
+    steps: list[tuple[int, bool]], evicted: int, more: bool, asked: int
+) -> None:
+    """Goal: a resize of a large tier does not crowd all other changes out of `kvbm audit`."""
+    said: list[str] = []
+
+    async def ask(verb: str, request: ResizeRequest) -> bytes:
+        step, goes_on = steps[len(said)]
+        said.append(verb)
+        used = 9_000 - sum(count for count, _ in steps[: len(said)])
+        reply = ResizeReply(slots=used, was=used + step, capacity=9_000, evicted=step, more=goes_on)
+        return msgspec.json.encode(reply)
+
+    audit = Written()
+    resize = tier_verbs("host-tier", ask, audit)["resize"]
+    reply = await resize(msgspec.json.encode(ResizeRequest(slots=10)))
+    expected = ResizeReply(
+        slots=9_000 - evicted, was=9_000, capacity=9_000, evicted=evicted, more=more
+    )
+    assert msgspec.json.decode(reply, type=ResizeReply) == expected
+    assert (said, audit.verbs) == (["resize"] * asked, ["resize"])
