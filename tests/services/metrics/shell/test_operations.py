@@ -7,7 +7,7 @@ from typing import cast
 
 import msgspec
 import pytest
-from kvbm_common.errors import DeadlineExceeded
+from kvbm_common.errors import DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.admin import (
     STEP_BLOCKS_MAX,
@@ -17,9 +17,10 @@ from kvbm_common.wire.admin import (
     ResizeRequest,
 )
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_metrics.core.admin_models import PrefetchQuery
 from kvbm_metrics.shell.fleet import Fleet, Reply
 from kvbm_metrics.shell.jobs import Jobs, Work
-from kvbm_metrics.shell.operations import removing, resizing
+from kvbm_metrics.shell.operations import prefetching, removing, resizing
 
 from tests.services.metrics.samples import record
 from tests.waiting import wait_until
@@ -138,3 +139,39 @@ async def test_a_tier_that_does_not_answer_is_asked_for_no_further_part() -> Non
     errors = await ended(removing(cast(Fleet, fleet), [TIER, other], "evict", request))
     assert errors.keys() == {"host-tier.h.0", "disk-tier.h.0"}
     assert fleet.asked == 2
+
+
+class Failing(Stuck):
+    """A fleet whose tiers answer nothing but this."""
+
+    def __init__(self, error: KvbmError) -> None:
+        super().__init__(msgspec.Struct())
+        self._error = error
+
+    async def ask_instance(
+        self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Fail each time."""
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RequestFailed("not_cut", "the medium is not cut yet"),
+         "not_cut: the medium is not cut yet"),
+        (DeadlineExceeded("no answer"), "deadline_exceeded: no answer"),
+    ],
+    ids=["a refusal of the tier", "a failure on the way"],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["evict", "resize", "prefetch"])
+async def test_a_job_shows_the_code_of_a_failure_once(
+    verb: str, error: KvbmError, line: str
+) -> None:
+    fleet, tiers = cast(Fleet, Failing(error)), [TIER]
+    work = {
+        "evict": removing(fleet, tiers, verb, RemoveRequest(everything=True)),
+        "resize": resizing(fleet, tiers, verb, ResizeRequest(slots=3)),
+        "prefetch": prefetching(fleet, tiers, PrefetchQuery(hashes=["0" * 31 + "1"]), "ada"),
+    }[verb]
+    assert await ended(work) == {TIER.key: line}
