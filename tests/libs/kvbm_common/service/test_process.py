@@ -155,8 +155,10 @@ async def test_service_stops_when_the_registry_is_read_no_more(
         assert await life == 1
 
 
-async def test_service_stops_when_another_takes_its_place(nats_server: NatsServer) -> None:
-    """Goal: two processes of one name; the older one gives way and says that it failed."""
+async def test_service_stops_when_another_takes_its_place(
+    nats_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: two processes of one name; the older one gives way, says that it failed, and why."""
     samples = [Sample(), Sample()]
     stops = [asyncio.Event(), asyncio.Event()]
     lives = []
@@ -166,6 +168,9 @@ async def test_service_stops_when_another_takes_its_place(nats_server: NatsServe
             lives.append(asyncio.create_task(life))
             await sample.started.wait()
         assert await lives[0] == 1
+        (line,) = (text for text in caplog.messages if text.endswith("; stopping"))
+        assert f"process {os.getpid()} took over" in line
+        assert "two stacks have KVBM_HOST=h" in line
         assert not lives[1].done()
         stops[1].set()
         assert await lives[1] == 0
