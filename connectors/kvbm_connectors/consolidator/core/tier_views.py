@@ -128,7 +128,6 @@ class TierViews:
             return []
         source.restore(reply.epoch, reply.seq, now_ms)
         assert source.epoch == reply.epoch, f"{source.name} is in {source.epoch}, not {reply.epoch}"
-        assert not source.hollow, f"{source.name} holds less than its snapshot says"
         return self._become(source, wanted) + self._apply_ready(source, now_ms)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
@@ -155,10 +154,9 @@ class TierViews:
         """Ask a source for a snapshot: its stream was replaced, and events that were lost with the
         old stream may leave no gap."""
         source = self._sources.get(name)
-        if source is not None and source.state is not FollowState.GONE:
-            source.fall_behind(now_ms)
-            source.ask_at_ms = min(source.ask_at_ms, now_ms)
-            assert source.state is FollowState.BEHIND, f"{name} is {source.state.name}"
+        if source is not None:
+            source.lose(now_ms)
+            assert source.state is not FollowState.CURRENT, f"{name} believes a lost stream"
 
     @property
     def is_going_on(self) -> bool:
@@ -261,7 +259,7 @@ class TierViews:
     def _source_of(self, name: str, tier: Tier) -> _Source:
         source = self._sources.get(name)
         if source is None:
-            source = self._sources[name] = _Source(name, tier, limits=LIMITS)
+            source = self._sources[name] = _Source(name, tier, limits=LIMITS, loss_overtakes=True)
         return source
 
     def _apply_ready(self, source: _Source, now_ms: int) -> list[Change]:

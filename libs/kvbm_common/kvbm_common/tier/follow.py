@@ -18,6 +18,10 @@ snapshot, or by a clear of everything, which needs no history. GONE keeps the po
 an old life still has in the stream is not taken for news. What the owner holds then is less than
 the position says (`hollow`), and only a snapshot or a clear makes it so again.
 
+A stream that loses the last events leaves no hole: `lose` makes the source BEHIND. The next event
+proves that none is missing. A snapshot that flew at that time does not: it may have been made
+before the loss. It is taken, the source stays BEHIND, and another one is asked for.
+
 The owner decides what an event does to what it holds, who asks, and where an answer goes:
 
     if source.begin(event.epoch):
@@ -126,8 +130,14 @@ class Followed(Generic[Item]):
     """Events of the present epoch behind a hole, by seq."""
     hollow: bool = False
     """Whether less is held than the position says: then no event may be applied on top."""
+    loss_overtakes: bool = False
+    """Whether `lose` may come before events that are older than the loss: they prove nothing."""
+    doubted: int = 0
+    """The first event that may be lost and leave no hole; 0: none."""
     asked_at_ms: int | None = None
     """When the snapshot that flies was asked for."""
+    outdated: bool = False
+    """Whether the snapshot that flies may lack events that have passed us by since."""
     ask_at_ms: int = 0
     """The time before which no snapshot is asked for."""
     attempts: int = 0
@@ -140,7 +150,7 @@ class Followed(Generic[Item]):
             return False
         self.epoch, self.seq, self.heard = epoch, 0, 0
         self.waiting.clear()
-        self.hollow, self.attempts = False, 0
+        self.hollow, self.attempts, self.doubted = False, 0, 0
         self._move("began")
         assert self.state is FollowState.CURRENT, f"{self}: a life begins with what it says"
         return True
@@ -193,10 +203,25 @@ class Followed(Generic[Item]):
             self.ask_at_ms = ask_at_ms
             self.attempts = 0
 
+    def lose(self, ask_at_ms: int) -> None:
+        """Note that events may be lost, and ask for a snapshot, not before a time.
+
+        A source that is GONE stays so.
+        """
+        self.outdated = self.asked_at_ms is not None
+        if self.state is FollowState.GONE:
+            return
+        self.fall_behind(ask_at_ms)
+        self.ask_at_ms = ask_at_ms if self.outdated else min(self.ask_at_ms, ask_at_ms)
+        self.doubted = max(self.seq, self.heard) + 1
+        self.hollow = self.hollow or self.loss_overtakes
+        assert self.state is FollowState.BEHIND, f"{self}: it believes a stream that lost events"
+
     def leave(self) -> None:
         """End this life: nothing is held, and nothing waits."""
         self.waiting.clear()
         self.hollow = True
+        self.outdated = self.asked_at_ms is not None
         self._move("left")
         assert self.state is FollowState.GONE, f"{self}: it has left"
 
@@ -211,7 +236,7 @@ class Followed(Generic[Item]):
         """Note that a snapshot is asked for; the answer goes through `landed`."""
         assert self.state is FollowState.BEHIND, f"{self}: it misses nothing"
         assert self.asked_at_ms is None, f"{self}: it was asked at {self.asked_at_ms} ms"
-        self.asked_at_ms = now_ms
+        self.asked_at_ms, self.outdated = now_ms, False
 
     def landed(self) -> bool:
         """End the question; False: none flew, and the answer is not for us."""
@@ -226,12 +251,19 @@ class Followed(Generic[Item]):
     def restore(self, epoch: int, seq: int, now_ms: int) -> None:
         """Take a snapshot's position; `ready` has the events behind it.
 
-        If they leave a hole, another snapshot is asked for later.
+        If they leave a hole, another snapshot is asked for later; after an outdated one at once.
         """
         assert self.state is FollowState.BEHIND, "a snapshot of a source that misses nothing"
-        if not self.begin(epoch):
+        outdated, self.outdated = self.outdated, False
+        begun = self.begin(epoch)
+        if outdated:
+            self.fall_behind(now_ms)
+        elif not begun:
             self.retry_later(now_ms)
+        self.doubted = max(seq, self.heard) + 1 if outdated else 0
         self._jump(seq)
+        self.hollow = outdated and self.loss_overtakes
+        assert not outdated or self.state is FollowState.BEHIND, f"{self}: a snapshot of before"
 
     def retry_later(self, now_ms: int) -> None:
         """Ask again after a pause: the snapshot did not come, or was of no use."""
@@ -249,7 +281,8 @@ class Followed(Generic[Item]):
         assert all(seq > self.seq for seq in self.waiting), f"{self}: an old event waits"
         assert self.hollow or self.seq + 1 not in self.waiting, f"{self}: the next event waits"
         assert self.state is not FollowState.CURRENT or not self.hollow, f"{self}: hollow"
-        assert self.state is not FollowState.CURRENT or self.seq >= self.heard, f"{self}: missed"
+        has_all = self.seq >= max(self.heard, self.doubted)
+        assert self.state is not FollowState.CURRENT or has_all, f"{self}: missed"
         assert all(event.epoch == self.epoch for event in self.waiting.values())
 
     def _jump(self, seq: int) -> None:
@@ -265,8 +298,8 @@ class Followed(Generic[Item]):
 
         It is called when the position has just moved.
         """
-        has_all = self.seq >= self.heard and not self.waiting and not self.hollow
-        if self.state is FollowState.BEHIND and has_all:
+        has_all = self.seq >= max(self.heard, self.doubted) and not self.waiting
+        if self.state is FollowState.BEHIND and has_all and not self.hollow:
             self._move("caught up")
             self.attempts = 0
 

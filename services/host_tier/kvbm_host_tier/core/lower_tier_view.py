@@ -168,10 +168,8 @@ class LowerTierView:
 
         The next event in order proves nothing: it may have come before the loss, and have waited.
         """
-        for instance in self.instances:
-            source = self._sources[instance]
-            source.refuse(now_ms)
-            source.ask_at_ms = min(source.ask_at_ms, now_ms)
+        for source in self._sources.values():
+            source.lose(now_ms)
         return [question for one in self.instances for question in self._ask(one, now_ms)]
 
     def left(self, instance: str, epoch: int = 0) -> None:
@@ -233,7 +231,6 @@ class LowerTierView:
             self._clear(instance)
         source.restore(snapshot.epoch, snapshot.seq, now_ms)
         assert source.epoch == snapshot.epoch, f"{instance}: {source.epoch}, not {snapshot.epoch}"
-        assert not source.hollow, f"{instance} holds less than its snapshot says"
         pieces = pieces_of(snapshot, max(1, self._piece // CUTS))
         retelling = Retelling(snapshot.seq, pieces, self._lives.pop(instance, None))
         self._end_retelling(instance)
@@ -269,7 +266,7 @@ class LowerTierView:
     def _source_of(self, instance: str) -> Followed[Said]:
         source = self._sources.get(instance)
         if source is None:
-            source = self._sources[instance] = Followed(limits=LIMITS)
+            source = self._sources[instance] = Followed(limits=LIMITS, loss_overtakes=True)
         return source
 
     def _ask(self, instance: str, now_ms: int) -> list[AskDiskSnapshot]:

@@ -309,11 +309,10 @@ class IndexCore(Queries):
         self._asking = True
 
     def _on_stream_lost(self, now_ms: int) -> None:
-        """Let every current source fall behind until its next event, or a snapshot."""
-        self._position, self._stream = 0, ""
+        """Let every source fall behind until its next event, or a snapshot that is newer."""
+        self._position, self._stream, self._asking = 0, "", True
         for source in self._sources.values():
-            if source.state is FollowState.CURRENT:
-                self._fall_behind(source, now_ms + self._limits.settle_ms)
+            source.lose(now_ms + self._limits.settle_ms)
             assert source.state is not FollowState.CURRENT, f"{source.key} believes a lost stream"
 
     def _on_tick(self, now_ms: int) -> None:

@@ -19,6 +19,8 @@ from kvbm_connectors.consolidator.core.tier_views import (
     pairs_of,
 )
 
+from tests.libs.lost_events import Follower, Move, plays
+
 DISK = "disk-tier-0"
 NAMESPACE = bytes(32)
 
@@ -249,3 +251,62 @@ def test_what_a_life_had_is_told_in_parts() -> None:
     assert max(sum(len(change.removed) for change in part) for part in parts) == GONE_MAX
     assert sorted(gone) == sorted(block(number).hash for number in range(count - 1))
     assert len(parts) >= 3
+
+
+# ---- lost events -----------------------------------------------------------------------------
+
+
+class Viewer(Follower):
+    """The views of a consolidator with one disk tier."""
+
+    def __init__(self) -> None:
+        self.views = TierViews(Counter())
+        super().__init__()
+
+    def hear(self, event: Event) -> None:
+        self.views.take(event, self.now_ms)
+        self.ask()
+
+    def lose(self) -> None:
+        self.views.stream_lost(DISK, self.now_ms)
+        self.ask()
+
+    def land(self, answer: SnapshotReply) -> None:
+        self.views.snapshot(answer, self.now_ms)
+        self.ask()
+
+    def leave(self) -> None:
+        self.views.left(DISK, 1, self.now_ms)
+
+    def join(self) -> None:
+        self.views.joined(DISK, "disk", 1, self.now_ms)
+        self.ask()
+
+    def wait(self) -> None:
+        self.now_ms += 1_000
+        self.ask()
+
+    def is_current(self) -> bool:
+        return self.views.is_current
+
+    def held(self) -> set[SequenceHash]:
+        return set(self.views.blocks(NAMESPACE.hex()))
+
+    def ask(self) -> None:
+        """Note a question that is due, and check the views."""
+        questions = self.views.ask(self.now_ms)
+        assert not (self.asked and questions), "a question flies"
+        self.asked = self.asked or bool(questions)
+        self.views.check()
+
+
+MOVES: list[Move] = ["said", "waits", "lost", "notice", "flap", "answered", "lands"]
+
+
+def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
+    """Goal: after every play of four moves the views have what the disk tier has.
+
+    Events are lost while a snapshot flies that was made before, or the tier leaves and joins.
+    """
+    for moves in plays(MOVES, 4):
+        Viewer().play(moves)

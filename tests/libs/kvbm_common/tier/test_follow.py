@@ -238,6 +238,74 @@ def test_a_source_that_leaves_keeps_its_position_and_nothing_else() -> None:
     assert (left.state, left.ask_at_ms) == (BEHIND, 5)
 
 
+def test_after_lost_events_the_next_one_proves_that_none_is_missing() -> None:
+    """4 is what was lost, if anything. A clear needs no proof."""
+    one = source(seq=3)
+    one.lose(7)
+    assert (one.state, one.ask_at_ms, one.hollow) == (BEHIND, 7, False)
+    assert one.take(Word(4), 8) is Verdict.NEXT
+    assert (ready(one), one.state) == ([4], CURRENT)
+    one.lose(9)
+    assert one.take(Word(6), 9, clears=True) is Verdict.NEXT
+    assert (ready(one), one.state) == ([6], CURRENT)
+
+
+def test_what_waited_when_events_were_lost_proves_nothing() -> None:
+    """2 is late, and 3 waited for it. 4 would be proof."""
+    one = source(3, seq=1, state=BEHIND)
+    one.heard = 3
+    one.lose(7)
+    one.take(Word(2), 8)
+    assert (ready(one), one.state) == ([2, 3], BEHIND)
+    one.take(Word(4), 8)
+    assert (ready(one), one.state) == ([4], CURRENT)
+
+
+def test_where_the_loss_overtakes_events_only_a_snapshot_is_proof() -> None:
+    one = source(seq=3)
+    one.loss_overtakes = True
+    one.lose(7)
+    assert one.take(Word(4), 8) is Verdict.WAITS
+    assert (ready(one), one.state) == ([], BEHIND)
+    one.ask(8)
+    assert one.landed()
+    one.restore(1, 4, 9)
+    assert (ready(one), one.state) == ([], CURRENT)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("overtakes", [False, True])
+def test_a_snapshot_that_flew_when_events_were_lost_is_taken_and_another_is_asked_for(
+    epoch: int, overtakes: bool
+) -> None:
+    """It may have been made before. The next one is asked for at once, after it has landed."""
+    one = source(seq=3, state=BEHIND, attempts=2)
+    one.loss_overtakes = overtakes
+    one.ask(7)
+    one.lose(8)
+    assert not one.should_ask(8)
+    assert one.landed()
+    one.restore(epoch, 5, 8)
+    assert (one.epoch, one.seq, one.state, one.hollow) == (epoch, 5, BEHIND, overtakes)
+    assert one.should_ask(8)
+    one.ask(8)
+    assert one.landed()
+    one.restore(epoch, 5, 9)
+    assert (one.state, one.hollow, one.doubted) == (CURRENT, False, 0)
+
+
+def test_a_loss_while_a_source_is_gone_makes_the_snapshot_that_flies_outdated() -> None:
+    one = source(seq=3, state=BEHIND)
+    one.ask(7)
+    one.leave()
+    one.lose(8)
+    assert (one.state, one.outdated) == (GONE, True)
+    one.fall_behind(9)
+    assert one.landed()
+    one.restore(1, 5, 9)
+    assert one.state is BEHIND
+
+
 def test_a_move_that_is_not_in_the_table_names_the_position() -> None:
     with pytest.raises(InvalidTransition, match=r"CURRENT.*epoch 3, seq 4"):
         source(epoch=3, seq=4)._move("caught up")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Event, Tier
+from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.lower_tier_view import (
     AVOID_MAX,
@@ -17,6 +20,7 @@ from kvbm_host_tier.core.lower_tier_view import (
 from kvbm_host_tier.core.lower_tiers import LowerTiers, tier_of
 from kvbm_host_tier.core.messages import AskDiskSnapshot
 
+from tests.libs.lost_events import Follower, Move, block, plays
 from tests.services.host_tier.helpers import name, on_disk
 
 
@@ -437,3 +441,64 @@ def test_a_block_that_left_without_a_reason_is_remembered() -> None:
     fate = view.departures.get(name(1))
     assert fate is not None
     assert fate.why == "unknown"
+
+
+# ---- lost events -----------------------------------------------------------------------------
+
+
+class Viewer(Follower):
+    """A view of one disk tier, which takes snapshots in parts of two blocks."""
+
+    def __init__(self) -> None:
+        self.view = LowerTierView(limits=HostTierLimits(below_piece=2))
+        super().__init__()
+
+    def hear(self, event: Event) -> None:
+        _, questions = self.view.apply("0", event, self.now_ms)
+        self.note(questions)
+
+    def lose(self) -> None:
+        self.note(self.view.events_lost(self.now_ms))
+
+    def land(self, answer: SnapshotReply) -> None:
+        self.view.snapshot("0", LowerSnapshot.of(answer), self.now_ms)
+        self.note([])
+
+    def leave(self) -> None:
+        self.view.left("0", 1)
+
+    def join(self) -> None:
+        self.note(self.view.joined("0", self.now_ms))
+
+    def wait(self) -> None:
+        self.now_ms += 1_000
+        self.note(self.view.tick(self.now_ms))
+
+    def is_current(self) -> bool:
+        return self.view.is_settled
+
+    def held(self) -> set[SequenceHash]:
+        return {block(number).hash for number in range(20) if block(number).hash in self.view}
+
+    def note(self, questions: list[AskDiskSnapshot]) -> None:
+        """Note a question, and check the view."""
+        assert not (self.asked and questions), "a question flies"
+        self.asked = self.asked or bool(questions)
+        self.view.check()
+
+
+MOVES: list[Move] = ["said", "waits", "lost", "notice", "answered", "lands"]
+
+
+def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
+    """Goal: after every play of four moves the view has what the disk tier has.
+
+    Events are lost while a snapshot flies that was made before.
+    """
+    for moves in plays(MOVES, 4):
+        Viewer().play(moves)
+
+
+def test_a_snapshot_that_flew_when_a_tier_left_may_lack_what_it_has_said_since() -> None:
+    """What a tier says that has left the registry is not heard. It joins again, and is silent."""
+    Viewer().play(["notice", "answered", "flap"])

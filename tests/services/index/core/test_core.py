@@ -31,6 +31,8 @@ from kvbm_index.core.messages import (
 )
 from kvbm_index.core.snapshot_loader import SnapshotLoader
 
+from tests.libs.lost_events import Follower, Move, plays
+
 NAMESPACE = "0" * 64
 KEY = SourceKey("h", "s")
 
@@ -382,6 +384,60 @@ def test_after_a_lost_stream_the_next_event_is_proof_enough(harness: Harness) ->
     harness.send(StreamLost())
     harness.events(stored(2, 2))
     assert harness.tick(Limits().settle_ms) == []
+
+
+class Indexer(Follower):
+    """An index that follows one disk tier."""
+
+    key = SourceKey("h", Follower.source)
+
+    def __init__(self) -> None:
+        self.harness = Harness(Limits(look_after_ms=0))
+        super().__init__()
+        self.harness.send(SourceJoined(self.key, 1))
+
+    def send(self, event: Input) -> None:
+        """One step; a question is noted."""
+        effects = self.harness.send(event)
+        assert not (self.asked and effects), "a question flies"
+        self.asked = self.asked or bool(effects)
+
+    def hear(self, event: Event) -> None:
+        self.send(EventsReceived((event,)))
+
+    def lose(self) -> None:
+        self.send(StreamLost())
+
+    def land(self, answer: SnapshotReply) -> None:
+        self.send(SnapshotReceived(SnapshotLoader.whole(answer)))
+
+    def leave(self) -> None:
+        self.send(SourceLeft(self.key, 1))
+
+    def join(self) -> None:
+        self.send(SourceJoined(self.key, 1))
+
+    def wait(self) -> None:
+        self.harness.now_ms += 1_000
+        self.send(Tick())
+
+    def is_current(self) -> bool:
+        return not self.harness.core.behind()
+
+    def held(self) -> set[SequenceHash]:
+        return self.harness.held(self.source)
+
+
+MOVES: list[Move] = ["said", "lost", "notice", "flap", "answered", "lands"]
+
+
+def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
+    """Goal: after every play of four moves the index has what the source has.
+
+    Events are lost while a snapshot flies that was made before, or the source leaves and joins.
+    """
+    for moves in plays(MOVES, 4):
+        Indexer().play(moves)
 
 
 def test_sources_are_bounded_and_the_gone_make_room() -> None:
