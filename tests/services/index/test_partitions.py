@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -356,30 +357,81 @@ async def test_killed_partition_is_named_and_returns(
         assert await fleet.ask("dump", {}) == expected
 
 
+class SlowPartition:
+    """A bus with one other partition, which answers when the test lets it."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+        self.answers = asyncio.Event()
+
+    async def request(self, _subject: str, _payload: bytes, *, deadline_s: float) -> bytes:
+        """Answer, or raise DeadlineExceeded."""
+        self.waits.append(deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.answers.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded("no answer") from error
+        return await self.own(b"")
+
+    async def own(self, _payload: bytes) -> bytes:
+        """Answer for the own partition."""
+        return msgspec.json.encode(MatchReply(asked=1, matches=[]))
+
+    def verbs(self) -> dict[str, Any]:
+        """Return verbs that have found the partition silent; some have an answer of a dump."""
+        bus: Any = SimpleNamespace(request=self.request)
+        local = {"match": self.own, "holders": self.own}
+        return PartitionVerbs(bus, Partitions(2), 0, local, Metrics(), lambda: b"").verbs
+
+
+async def missing_in(verbs: dict[str, Any]) -> object:
+    """Return the partitions that a lookup's answer lacks."""
+    reply = msgspec.json.decode(await verbs["match"](b""), type=MatchReply)
+    return reply.missing
+
+
 async def test_a_partition_that_hangs_soon_delays_no_answer_of_the_others() -> None:
     """It is waited for once. A host tier waits for a quarter of a second, lookup by lookup."""
-    waits: list[float] = []
-    hung = [True, True, False, False]
-
-    async def request(_subject: str, _payload: bytes, *, deadline_s: float) -> bytes:
-        waits.append(deadline_s)
-        if hung[len(waits) - 1]:
-            raise DeadlineExceeded("no answer")
-        return msgspec.json.encode(MatchReply(asked=1, matches=[]))
-
-    async def own(_payload: bytes) -> bytes:
-        return msgspec.json.encode(MatchReply(asked=1, matches=[]))
-
-    bus: Any = SimpleNamespace(request=request)
-    verbs = PartitionVerbs(bus, Partitions(2), 0, {"match": own}, Metrics(), lambda: b"")
-    missing = []
-    for _ in hung:
-        reply = msgspec.json.decode(await verbs.verbs["match"](b""), type=MatchReply)
-        missing.append(reply.missing)
-    assert missing == [[1], [1], msgspec.UNSET, msgspec.UNSET]
+    slow = SlowPartition()
+    verbs = slow.verbs()
     full, short = ANSWER_DEADLINE_S, SILENT_DEADLINE_S
-    assert waits == [full, short, short, full]
+    assert await missing_in(verbs) == [1]
+    assert slow.waits == [full]
+    began_s = time.monotonic()
+    assert [await missing_in(verbs) for _ in range(3)] == [[1]] * 3
+    assert time.monotonic() - began_s < full, "all three together"
+    assert slow.waits == [full, full, short, short], "one question is not given up"
     assert short < QUESTION_MS / 2_000
+
+
+async def test_a_partition_whose_answers_take_long_is_silent_until_the_first_of_them() -> None:
+    """The answer comes too late for the lookup, and the next one waits as long as the others."""
+    slow = SlowPartition()
+    verbs = slow.verbs()
+    assert await missing_in(verbs) == [1]
+    assert await missing_in(verbs) == [1]
+    slow.answers.set()
+    await asyncio.sleep(0)
+    slow.answers.clear()
+    looking = asyncio.create_task(missing_in(verbs))
+    _, still = await asyncio.wait((looking,), timeout=2 * SILENT_DEADLINE_S)
+    assert still, "it waits beyond the short deadline"
+    slow.answers.set()
+    assert await looking is msgspec.UNSET
+
+
+async def test_only_lookups_are_in_a_hurry() -> None:
+    """A dump takes longer than the short deadline, and would lack a partition."""
+    slow = SlowPartition()
+    verbs = slow.verbs()
+    assert await missing_in(verbs) == [1]
+    asking = asyncio.create_task(verbs["holders"](b""))
+    _, still = await asyncio.wait((asking,), timeout=2 * SILENT_DEADLINE_S)
+    assert still
+    slow.answers.set()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert slow.waits == [ANSWER_DEADLINE_S] * 2
 
 
 async def test_another_number_begins_empty_and_fills(nats_server: NatsServer) -> None:

@@ -23,6 +23,12 @@ class DumpMoved(KvbmError):
     code = "dump_moved"
 
 
+class DumpIncomplete(KvbmError):
+    """A partition of the index has not answered: what its hosts hold is unknown."""
+
+    code = "dump_incomplete"
+
+
 async def ask_dump(
     ask: Callable[[bytes], Awaitable[bytes]],
     source: str | None = None,
@@ -31,7 +37,8 @@ async def ask_dump(
 ) -> list[HolderDump]:
     """Ask for what the index holds (of one source); `ask` sends a payload and returns the answer.
 
-    Each holder is as of one position. Raises KvbmError: what `ask` raises, WireError, DumpMoved.
+    Each holder is as of one position. Raises KvbmError: what `ask` raises, WireError, DumpMoved,
+    DumpIncomplete.
     """
     for tries_left in reversed(range(TRIES)):
         try:
@@ -48,6 +55,9 @@ async def _ask_once(
     holders: dict[_Place, HolderDump] = {}
     while True:
         page = _reply.decode(await ask(_request.encode(request)))
+        if page.missing:
+            numbers = ", ".join(map(str, page.missing))
+            raise DumpIncomplete(f"partition {numbers} has not answered")
         _join(holders, page.holders)
         if not page.next:
             return list(holders.values())

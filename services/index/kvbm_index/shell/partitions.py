@@ -47,8 +47,10 @@ from kvbm_index.core.routes import in_order, longest
 ANSWER_DEADLINE_S = 0.5
 """Deadline for another partition."""
 SILENT_DEADLINE_S = 0.05
-"""Deadline for one that did not answer the last question: usually it takes 1 ms, and a host tier
-waits for the whole answer for a quarter of a second."""
+"""How long a lookup waits for one that did not answer the last question: usually it takes 1 ms, and
+a host tier waits for the whole answer for a quarter of a second."""
+HURRIED = frozenset({"match", "match_tokens", "match_batch", "score", "peers", "route"})
+"""Lookups: requests of engines wait for the answers of these verbs."""
 REFUSALS = frozenset({BadRequest.code, ReplyTooLarge.code})
 """A partition that refuses with these has understood the question: all would refuse it."""
 
@@ -114,6 +116,8 @@ class PartitionVerbs:
         self._log = OncePerKind(log)
         self._silent: set[int] = set()
         """Partitions that did not answer the last question in time."""
+        self._late: dict[int, asyncio.Task[bytes]] = {}
+        """For a silent partition, the question whose answer ends the silence."""
         self._answers = counters.gauge(
             "kvbm_index_partition_answers",
             "1: the partition answered this replica's last question.",
@@ -196,20 +200,49 @@ class PartitionVerbs:
             return await self._local[verb](payload)
         subject = verb_subject(INDEX_GROUP, verb, host=str(self._count), instance=str(number))
         label = str(number)
-        wait_s = SILENT_DEADLINE_S if number in self._silent else ANSWER_DEADLINE_S
         try:
-            answer = await self._bus.request(subject, payload, deadline_s=wait_s)
+            if verb in HURRIED and number in self._silent:
+                answer = await self._hurried(number, subject, payload)
+            else:
+                answer = await self._request(number, subject, payload, ANSWER_DEADLINE_S)
         except KvbmError as error:
-            if isinstance(error, DeadlineExceeded):
-                self._silent.add(number)
             if isinstance(error, RequestFailed) and error.code in REFUSALS:
                 raise
             self._answers.labels(partition=label).set(0)
             self._missed.labels(partition=label).inc()
             self._log.warning(f"partition_{error.label}", f"partition {number}: {error}")
             return None
-        self._silent.discard(number)
         self._answers.labels(partition=label).set(1)
+        return answer
+
+    async def _hurried(self, number: int, subject: str, payload: bytes) -> bytes:
+        """Return what a silent partition answers at once; raises KvbmError.
+
+        One question at a time is not given up then: a slow answer, too, ends the silence.
+        """
+        if number in self._late:
+            return await self._request(number, subject, payload, SILENT_DEADLINE_S)
+        asking = asyncio.create_task(self._request(number, subject, payload, ANSWER_DEADLINE_S))
+        self._late[number] = asking
+        asking.add_done_callback(lambda task: self._forget(number, task))
+        await asyncio.wait((asking,), timeout=SILENT_DEADLINE_S)
+        if not asking.done():
+            raise DeadlineExceeded(f"silent, and no answer within {SILENT_DEADLINE_S} s")
+        return asking.result()
+
+    def _forget(self, number: int, task: asyncio.Task[bytes]) -> None:
+        del self._late[number]
+        if not task.cancelled():
+            task.exception()  # It is known: nothing waits for it.
+
+    async def _request(self, number: int, subject: str, payload: bytes, wait_s: float) -> bytes:
+        """Ask a partition, and note whether it is silent; raises KvbmError."""
+        try:
+            answer = await self._bus.request(subject, payload, deadline_s=wait_s)
+        except DeadlineExceeded:
+            self._silent.add(number)
+            raise
+        self._silent.discard(number)
         return answer
 
 

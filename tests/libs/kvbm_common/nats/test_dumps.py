@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kvbm_common.nats.dumps import DumpMoved, ask_dump
+from kvbm_common.nats.dumps import DumpIncomplete, DumpMoved, ask_dump
 from kvbm_common.wire.verbs import DumpReply, DumpRequest, HolderDump
 
 
@@ -52,3 +52,13 @@ async def test_a_holder_that_never_rests_is_an_error() -> None:
     index = Index(*[[told("a", seq, "1")] for seq in range(100)])
     with pytest.raises(DumpMoved, match="h a has moved"):
         await ask_dump(index.ask)
+
+
+async def test_a_dump_that_lacks_a_partition_is_an_error() -> None:
+    """Its hosts would seem to hold nothing."""
+
+    async def ask(_payload: bytes) -> bytes:
+        return msgspec.json.encode(DumpReply(holders=[], missing=[1]))
+
+    with pytest.raises(DumpIncomplete, match="partition 1 has not answered"):
+        await ask_dump(ask)
