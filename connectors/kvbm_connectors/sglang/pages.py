@@ -110,7 +110,8 @@ def namespace_of(
 ) -> Namespace:
     """Return all that makes the bytes of two pages incompatible.
 
-    What has no field of its own is in `layout`: the pool, where a page's pieces begin, which rank.
+    What has no field of its own is in `layout`: the pool, where a page's pieces begin, which rank,
+    and which layers a stage of a pipeline has.
     """
     shared = is_shared(config, pool_name, pool)
     sizes = ",".join(str(region.piece_bytes) for region in regions).encode()
@@ -121,6 +122,7 @@ def namespace_of(
         ("cp", config.attn_cp_rank, config.attn_cp_size),
     ]
     rank = "".join(f"/{kind}{of}.{size}" for kind, of, size in ranks if size > 1)
+    rank += _layers(config, pool)
     return Namespace(
         model=config.model_name or "unnamed",
         revision=revision,
@@ -133,3 +135,14 @@ def namespace_of(
         tensor_parallel=1 if shared else config.tp_size,
         pipeline_parallel=config.pp_size,
     )
+
+
+def _layers(config: StorageConfig, pool: HostPool) -> str:
+    """Return which layers a stage's pool holds: two partitions of a model may give a stage as many.
+
+    Pools that do not say it, of states for one, differ by the variable that sets the partition.
+    """
+    bounds = [getattr(pool, name, None) for name in ("start_layer", "end_layer")]
+    if config.pp_size == 1 or None in bounds:
+        return ""
+    return "/layers{}-{}".format(*bounds)

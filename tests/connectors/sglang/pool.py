@@ -19,11 +19,12 @@ class Pool:
 
     def __init__(
         self, layout: str = "page_first", *, mla: bool = False, pages: int = PAGES,
-        page_size: int = PAGE_SIZE,
+        page_size: int = PAGE_SIZE, start_layer: int = 0,
     ) -> None:  # fmt: skip
         self.layout, self.page_size, self.size = layout, page_size, pages * page_size
         self.dtype = "torch.bfloat16"
         self.layer_num = LAYERS
+        self.start_layer, self.end_layer = start_layer, start_layer + LAYERS
         if not mla:
             self.head_num, self.head_dim = HEADS, HEAD_DIM
         self._parts = 1 if mla else 2

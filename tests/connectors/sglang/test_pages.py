@@ -102,6 +102,26 @@ def test_a_key_is_another_name_in_another_namespace() -> None:
     assert len({first, *others}) == 1 + len(others)
 
 
+def test_stages_with_other_layers_have_other_names() -> None:
+    """Goal: with another SGLANG_PP_LAYER_PARTITION, a stage with as many layers as before finds
+    nothing of the layers that it had. Without a pipeline there is one partition, and one name."""
+
+    def named(start_layer: int, pp_size: int) -> bytes:
+        pool = Pool(start_layer=start_layer)
+        config = Config(pp_rank=pp_size - 1, pp_size=pp_size)
+        return namespace_of(config, "kv", pool, regions_of(pool)).digest
+
+    assert named(8, pp_size=3) == named(8, pp_size=3) != named(12, pp_size=3)
+    assert named(8, pp_size=1) == named(12, pp_size=1)
+
+
+def test_a_stage_s_pool_without_layers_has_a_name() -> None:
+    """Pools of states do not say which layers they hold."""
+    pool, config = Pool(), Config(pp_size=2)
+    del pool.start_layer, pool.end_layer
+    assert "layers" not in namespace_of(config, "mamba", pool, regions_of(pool)).layout
+
+
 def test_a_generation_changes_every_name() -> None:
     digest = bytes(32)
     keys = keys_of(1, 3)
