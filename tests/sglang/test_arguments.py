@@ -1,4 +1,4 @@
-"""Every argument of the installed SGLang was looked at; and page keys hold what we say they do."""
+"""Every argument and variable of the installed SGLang was looked at; page keys hold what we say."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import subprocess
 from typing import Any
 
 import pytest
-from kvbm_connectors.sglang.harmless import HARMLESS
+from kvbm_connectors.sglang.harmless import HARMLESS, HARMLESS_VARIABLES
 
+from tests.sglang import entering
 from tests.sglang.harness import ENVIRON, PYTHON, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -82,7 +83,7 @@ from tests.sglang import hollow
 hollow.install()
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
-from sglang.srt import runtime_context
+from sglang.srt import environ, runtime_context
 from sglang.srt.server_args import ServerArgs, record_fields
 from kvbm_connectors.sglang.backend import is_late
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", hicache_storage_backend="dynamic")
@@ -93,6 +94,8 @@ late.append(is_late(arguments))
 def key(lora): return get_hash_str([1, 2], storage_namespace_seed(lora, None))
 found = {
     "fields": [field.name for field in record_fields(ServerArgs)],
+    "variables": [n for n, v in vars(environ.Envs).items() if isinstance(v, environ.EnvField)],
+    "set": [n for n in os.environ if n.startswith("SGLANG_")],
     "late": late,
     "resolves": hasattr(ServerArgs, "resolved_dict"),
     "at_the_start": [key(LoRARef.deterministic_id("poet", "/srv/poet")) for _ in range(2)],
@@ -127,6 +130,13 @@ def test_every_argument_was_looked_at(known: dict[str, Any]) -> None:
     assert len(known["fields"]) > 500
     assert set(known["fields"]) - HARMLESS == set("".join(ENTERING).split())
     assert known["resolves"]
+
+
+def test_every_variable_was_looked_at(known: dict[str, Any]) -> None:
+    """One of SGLang's registry is in one list; some that are read elsewhere are harmless, too."""
+    registered = {name for name in known["variables"] if name.startswith("SGLANG_")}
+    assert len(registered) > 500
+    assert registered - HARMLESS_VARIABLES == set(entering.VARIABLES.split())
 
 
 def test_a_storage_that_is_attached_late_is_told_from_one_of_the_start(

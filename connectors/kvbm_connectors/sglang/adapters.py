@@ -27,6 +27,7 @@ from kvbm_connectors.client.weights import (
     resolve,
     signature,
 )
+from kvbm_connectors.sglang.variables import refuse_modelscope
 
 
 def adapters_of(arguments: Any, since_ns: int) -> dict[str, str]:
@@ -65,6 +66,7 @@ def _known(name: object, path: object) -> tuple[str, str]:
 
 
 def _content(name: str, path: str, since_ns: int) -> str:
+    refuse_modelscope(path)
     where = resolve(path)
     files = signature(where)
     content = fingerprint(where)

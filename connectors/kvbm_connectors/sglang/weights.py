@@ -2,8 +2,8 @@
 a look into files.
 
 The model's name in a storage's configuration is the one it is served under: two models may share
-it, and the same tokens make other bytes in each. Every argument that is set enters, except those
-that `harmless.py` lists with a reason.
+it, and the same tokens make other bytes in each. Every argument and every variable that is set
+enters, except those that `harmless.py` lists with a reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvbm_connectors.client.weights import (
 from kvbm_connectors.client.weights import revision_of as revision_of_path
 from kvbm_connectors.sglang.adapters import adapters_of
 from kvbm_connectors.sglang.harmless import HARMLESS
+from kvbm_connectors.sglang.variables import OWN_MODELS, refuse_modelscope, variables_of
 
 LIFE = secrets.token_hex(8)
 """The name of dummy weights: each life of this rank's process draws its own, since trainers push
@@ -52,6 +53,7 @@ def _weights(path: str, revision: str | None, load_format: str, directory: str |
             f"load_format {load_format} may take weights from elsewhere than the model's files; "
             f"allowed are dummy, {', '.join(sorted(LOCAL))}, or name the weights with `revision`"
         )
+    refuse_modelscope(path)
     return revision_of_path(resolve(path, revision, directory))
 
 
@@ -62,6 +64,8 @@ def _refusal(arguments: Any, values: Mapping[str, Any]) -> str:
     for name in ("custom_weight_loader", "checkpoint_engine_wait_weights_before_ready"):
         if getattr(arguments, name, None):
             return f"{name} may bring weights from elsewhere than the model's files"
+    if os.environ.get(OWN_MODELS):
+        return f"{OWN_MODELS} brings the model's code from a package"
     if getattr(arguments, "trust_remote_code", False) and _has_foreign_code(arguments):
         return "the model's code comes from another repository"
     options = values.get("model_loader_extra_config") or {}
@@ -107,6 +111,8 @@ def revision_of(
     found = _changes(values) | _beside(values)
     if adapters := adapters_of(arguments, since_ns):
         found["lora"] = adapters
+    if variables := variables_of(os.environ):
+        found["variables"] = {name: _content_or_value(value) for name, value in variables.items()}
     if version:
         found["sglang"] = version
     late = f"attached:{secrets.token_hex(8)}" if is_late else ""
@@ -180,6 +186,7 @@ def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {name: content_of(values[name]) for name in FILES if values.get(name)}
     for name in FURTHER:
         if path := values.get(name):
+            refuse_modelscope(str(path))
             found[name] = revision_of_path(resolve(str(path)))
     return found
 

@@ -1,6 +1,6 @@
-"""Harmless: which of TensorRT-LLM's arguments enter no block's name, and why.
+"""Harmless: which of TensorRT-LLM's arguments and variables enter no block's name, and why.
 
-Every other one enters, as for SGLang: an argument that a later release adds changes names, which
+Every other one enters, as for SGLang: one that a later release adds changes names, which
 costs a recomputation, until it is looked at and listed here. Written against the sources of 1.2 and
 of the main branch behind 1.3; a name that a release lacks does no harm.
 
@@ -87,3 +87,41 @@ def _names(arguments: Mapping[str, str]) -> frozenset[str]:
 
 HARMLESS = _names(ARGUMENTS)
 HARMLESS_OF_CACHE = _names(CACHE_ARGUMENTS)
+VARIABLES: Mapping[str, str] = {
+    "processes, hosts and ranks": (
+        "TLLM_DISABLE_MPI TLLM_DISAGG_INSTANCE_IDX TLLM_DISAGG_RUN_REMOTE_MPI_SESSION_CLIENT "
+        "TLLM_LLMAPI_ZMQ_PAIR TLLM_NUMA_AWARE_WORKER_AFFINITY TLLM_RAY_FORCE_LOCAL_CLUSTER "
+        "TLLM_SPAWN_PROXY_PROCESS TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR "
+        "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY_FD "
+        "TLLM_WORKER_USE_SINGLE_PROCESS TRTLLM_EPLB_SHM_NAME TRTLLM_RAY_BUNDLE_INDICES "
+        "TRTLLM_RAY_PER_WORKER_GPUS TRTLLM_DISAGG_SERVER_DISABLE_GC TRTLLM_SERVER_DISABLE_GC "
+        "TRTLLM_WORKER_DISABLE_GC"
+    ),
+    "the server, tokens and sampling: blocks are named by token ids": (
+        "TLLM_ALLOW_N_GREEDY_DECODING TLLM_EXECUTOR_PERIODICAL_RESP_IN_AWAIT "
+        "TLLM_INCREMENTAL_DETOKENIZATION_BACKEND TLLM_STREAM_INTERVAL_THRESHOLD "
+        "TRTLLM_RESPONSES_API_DISABLE_STORE TRTLLM_XGUIDANCE_LENIENT"
+    ),
+    "logs, metrics and traces": (
+        "TLLM_AUTOTUNER_LOG_LEVEL_DEBUG_TO_INFO TLLM_KV_CACHE_MANAGER_V2_DEBUG "
+        "TLLM_LLMAPI_ENABLE_DEBUG TLLM_LLMAPI_ENABLE_NVTX TLLM_LLMAPI_ZMQ_DEBUG "
+        "TLLM_LLM_ENABLE_DEBUG TLLM_LLM_ENABLE_TRACER TLLM_LOG_LEVEL TLLM_NVTX_DEBUG "
+        "TLLM_PROFILE_RECORD_GC TLLM_PROFILE_START_STOP TLLM_TORCH_PROFILE_TRACE "
+        "TLLM_TRACE_EXECUTOR_LOOP TLLM_TRACE_MODEL_FORWARD TRTLLM_KVCACHE_TIME_OUTPUT_PATH "
+        "TRTLLM_PRINT_SKIP_SOFTMAX_STAT TRTLLM_PRINT_STACKS_PERIOD "
+        "TRTLLM_WORKER_PRINT_STACKS_PERIOD"
+    ),
+    "when tokens are computed, and caches of builds": (
+        "TLLM_AUTOTUNER_CACHE_PATH TLLM_LLMAPI_BUILD_CACHE TLLM_LLMAPI_BUILD_CACHE_ROOT "
+        "TLLM_PP_SCHEDULER_MAX_RETRY_COUNT TLLM_USE_PYTHON_SCHEDULER"
+    ),
+    "disaggregation carries blocks elsewhere": (
+        "TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP TRTLLM_USE_MOONCAKE_KVCACHE "
+        "TRTLLM_USE_MPI_KVCACHE TRTLLM_USE_PY_NIXL_KVCACHE TRTLLM_USE_UCX_KVCACHE"
+    ),
+}
+"""Variables that begin with `TRTLLM_` or `TLLM_`, as above: those of the main branch's registry."""
+HARMLESS_VARIABLES = frozenset(name for names in VARIABLES.values() for name in names.split())
+PREFIXES = ("TRTLLM_", "TLLM_")
+OTHER_VARIABLES = frozenset({"ENABLE_PERFECT_ROUTER", "FLA_USE_FAST_OPS", "OVERRIDE_QUANT_ALGO"})
+"""Variables with another prefix that change what is computed."""
