@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from operator import itemgetter
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash
@@ -14,6 +15,8 @@ from kvbm_index.core.messages import Holder, SourceKey
 
 STARTS_MIN = 1_024
 """First blocks that may be kept in vain before the table is looked through."""
+BLOCKS_PER_START = 64
+"""Names that are let go of in the time in which one first block is looked at, 3 µs."""
 
 
 class Holdings:
@@ -23,8 +26,11 @@ class Holdings:
         self._chains: dict[HolderTuple, Chains] = {}
         self._holders: dict[SourceKey, set[Holder]] = {}
         self._starts: dict[bytes, tuple[HolderTuple, ...]] = {}
-        """First block of a namespace → the holders that had it once (`_forget_starts`)."""
+        """First block of a namespace → the holders that had it once (`_sift_starts`)."""
         self._starts_room = STARTS_MIN
+        self._unsifted: Iterator[bytes] | None = None
+        """The first blocks that are still to be looked at; None: there are few in vain."""
+        self._sifted = 0
         self._leavings: deque[Chains] = deque()
         """What no holder has any more, and is forgotten piece by piece (`tidy`)."""
 
@@ -32,6 +38,11 @@ class Holdings:
     def holder_count(self) -> int:
         """Holders with at least one block."""
         return len(self._chains)
+
+    @property
+    def start_count(self) -> int:
+        """First blocks that are listed, some of them in vain."""
+        return len(self._starts)
 
     @property
     def block_count(self) -> int:
@@ -83,7 +94,7 @@ class Holdings:
             if room <= 0:
                 return False
             room = chains.index_some(room)
-        return room > 0
+        return self._sift_starts(room) > 0
 
     def images(self) -> list[HolderImage]:
         """Return an image of what every holder has."""
@@ -191,21 +202,31 @@ class Holdings:
             return
         self._starts[block] = (*listed, holder)
         self._starts_room -= 1
-        if self._starts_room <= 0:
-            self._forget_starts()
 
-    def _forget_starts(self) -> None:
-        """Remove holders from the lists of blocks that they no longer have.
-
-        Doubling makes this cheap on the whole.
-        """
-        none = Chains()
-        kept = {
-            block: tuple(one for one in holders if self._chains.get(one, none).begins_with(block))
-            for block, holders in self._starts.items()
-        }
-        self._starts = {block: holders for block, holders in kept.items() if holders}
-        self._starts_room = max(STARTS_MIN, sum(map(len, self._starts.values())))
+    def _sift_starts(self, room: int) -> int:
+        """Remove holders from the lists of some blocks that they no longer have; return the room
+        that is left. Doubling makes this cheap on the whole."""
+        if room <= 0:
+            return room
+        if self._unsifted is None:
+            if self._starts_room > 0:
+                return room
+            self._unsifted, self._sifted = iter([*self._starts]), 0
+        none, count = Chains(), -(-room // BLOCKS_PER_START)
+        assert count > 0, f"room for {room} blocks"
+        blocks = list(islice(self._unsifted, count))
+        for block in blocks:
+            holders = self._starts[block]
+            kept = tuple(one for one in holders if self._chains.get(one, none).begins_with(block))
+            self._sifted += len(kept)
+            if not kept:
+                del self._starts[block]
+            elif len(kept) < len(holders):
+                self._starts[block] = kept
+        if len(blocks) == count:
+            return 0
+        self._unsifted, self._starts_room = None, max(STARTS_MIN, self._sifted)
+        return room - BLOCKS_PER_START * len(blocks)
 
     def _new(self, holder: HolderTuple, chains: Chains | None = None) -> Chains:
         named = Holder(*holder)
