@@ -215,11 +215,15 @@ class Host:
 
     def store(self, *wanted: int) -> None:
         """Blocks are in the arena, and announced."""
+        for event in self.hold(*wanted):
+            self._publish(event)
+
+    def hold(self, *wanted: int) -> list[Event]:
+        """Blocks are in the arena; returns what would announce them."""
         self.held += wanted
         for number in wanted:
             self.arena.view(number * SLOT_BYTES, BLOCK_BYTES)[:] = content(number)
-        for event in self.announcer.stored([block(number) for number in wanted]):
-            self._publish(event)
+        return [*self.announcer.stored([block(number) for number in wanted])]
 
     @property
     def announced(self) -> set[int]:
@@ -307,6 +311,15 @@ async def host(bus: Bus) -> AsyncIterator[Host]:
 
 
 # --- there and back -------------------------------------------------------------------------------
+
+
+async def test_what_the_host_tier_holds_already_comes_to_disk(
+    nats_server: NatsServer, host: Host, tmp_path: Path
+) -> None:
+    """The stream has forgotten its events: only its snapshot tells."""
+    host.hold(1, 2)
+    async with living(settings_of(nats_server, tmp_path)):
+        await host.wait_announced(1, 2)
 
 
 async def test_blocks_come_back_after_kill_9(

@@ -12,6 +12,11 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import RequestFailed
 from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.streams import EVENTS
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.kv_groups import GROUPS_MAX
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, SOCKET_BYTES_MAX
 from kvbm_common.wire.events import Run, Stored
@@ -26,9 +31,10 @@ from kvbm_common.wire.verbs import (
 )
 
 from tests.services.host_tier.engine import BLOCK_BYTES, RealEngine
-from tests.services.host_tier.helpers import NAMESPACE, hello, incarnation, name
+from tests.services.host_tier.helpers import NAMESPACE, hello, incarnation, name, on_disk
 from tests.services.host_tier.running import (
     ARENA_GB,
+    TTL_S,
     ask,
     counted,
     held,
@@ -55,6 +61,35 @@ async def test_blocks_go_in_and_come_back(engine: RealEngine, bus: Bus) -> None:
     await engine.release(found)
     await wait_stats(bus, lambda stats: stats.leases == 0)
     assert await held(bus) == {1, 2, 3}
+
+
+async def test_a_lower_tier_is_asked_again_when_the_stream_has_lost_events(
+    host: None, bus: Bus
+) -> None:
+    """1. A disk tier joins, and is asked what it holds. 2. The stream is replaced by another one.
+    3. The disk tier says nothing, and what it holds by now is known."""
+    registry = NatsRegistry(bus, ttl_s=TTL_S)
+    life = await registry.register("disk-tier", "h", "0")
+    source = Announcer(host="h", source="disk-tier-0", tier="disk", epoch=life.epoch)
+    blocks: list[Block] = []
+
+    async def snapshot(_payload: bytes) -> bytes:
+        return msgspec.json.encode(source.snapshot(blocks))
+
+    def says(*numbers: int) -> None:
+        """Hold more blocks; the events are lost."""
+        new = [on_disk(number) for number in numbers]
+        source.stored(new)
+        blocks.extend(new)
+
+    source.cleared("start")
+    says(1)
+    await bus.add_verbs("disk-tier", "0", "h", {"snapshot": snapshot})
+    await wait_stats(bus, lambda stats: stats.figures["known_on_disk"] == 1)
+    says(2, 3)
+    await call_api(bus, f"STREAM.DELETE.{EVENTS.name}")
+    await wait_stats(bus, lambda stats: stats.figures["known_on_disk"] == 3)
+    await registry.close()
 
 
 async def test_the_disk_tiers_verbs(engine: RealEngine, bus: Bus) -> None:
