@@ -85,18 +85,24 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
 from sglang.srt import environ, runtime_context
 from sglang.srt.server_args import ServerArgs, record_fields
-from kvbm_connectors.sglang.backend import is_late
+from types import SimpleNamespace as Place
+from kvbm_connectors.sglang.backend import is_late, publisher_rank
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", hicache_storage_backend="dynamic")
 context = runtime_context.publish(arguments, role="scheduler")
 late = [is_late(arguments)]
 context.override("scheduler.detach_hicache", hicache_storage_backend=None)
 late.append(is_late(arguments))
+publishers = [publisher_rank(0)]
+for size, rank, replica in ((1, 0, 1), (2, 1, None), (1, 0, None)):
+    here = Place(attn_dp_size=size, attn_dp_rank=rank, dp_rank=replica)
+    runtime_context.get_parallel = lambda here=here: here
+    publishers.append(publisher_rank(0))
 def key(lora): return get_hash_str([1, 2], storage_namespace_seed(lora, None))
 found = {
     "fields": [field.name for field in record_fields(ServerArgs)],
     "variables": [n for n, v in vars(environ.Envs).items() if isinstance(v, environ.EnvField)],
-    "set": [n for n in os.environ if n.startswith("SGLANG_")],
     "late": late,
+    "publishers": publishers,
     "resolves": hasattr(ServerArgs, "resolved_dict"),
     "at_the_start": [key(LoRARef.deterministic_id("poet", "/srv/poet")) for _ in range(2)],
     "while_it_serves": [key(LoRARef(lora_name="poet", lora_path="/srv").lora_id) for _ in range(2)],
@@ -144,6 +150,12 @@ def test_a_storage_that_is_attached_late_is_told_from_one_of_the_start(
 ) -> None:
     """Weights may have been updated before the later one."""
     assert known["late"] == [False, True]
+
+
+def test_replicas_publish_on_ports_of_their_own(known: dict[str, Any]) -> None:
+    """By SGLang's own rule: without DP attention by replica, with it by the rank there. Outside a
+    server it is what the storage's configuration says."""
+    assert known["publishers"] == [0, 1, 1, 0]
 
 
 def test_page_keys_hold_an_adapter_s_id_and_not_its_content(known: dict[str, Any]) -> None:

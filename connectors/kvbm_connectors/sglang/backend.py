@@ -27,13 +27,14 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         options = Options.read(storage_config.extra_config or {})
         arguments = _server_args()
+        replica = publisher_rank(storage_config.dp_rank)
         refusal = ""
         try:
             options = options.of_revision(_revision(arguments, options.revision))
         except KvbmError as error:
             refusal = f"{error} ({error.code})"
-        stream = _stream(arguments, storage_config.dp_rank)
-        self.storage = Storage(storage_config, options, stream, refusal=refusal)
+        stream = _stream(arguments, replica)
+        self.storage = Storage(storage_config, options, stream, refusal=refusal, replica=replica)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -139,6 +140,23 @@ def _server_args() -> Any:
     except Exception as error:  # Another SGLang may keep them elsewhere, and say so in any way.
         log.info("the server's arguments are not known: %r", error)
         return None
+
+
+def publisher_rank(configured: int) -> int:
+    """Return the data-parallel rank that SGLang adds to the port of its events.
+
+    The configuration of a storage has it with DP attention alone.
+    """
+    try:
+        from sglang.srt.disaggregation.kv_events import select_kv_publisher_dp_rank
+        from sglang.srt.runtime_context import get_parallel
+
+        here = get_parallel()
+        found = select_kv_publisher_dp_rank(here.attn_dp_size, here.attn_dp_rank, here.dp_rank)
+        return int(found) or configured
+    except Exception as error:  # Another SGLang, or no server: of any type.
+        log.info("the data-parallel rank is the configuration's, %d: %r", configured, error)
+        return configured
 
 
 def _revision(arguments: Any, named: str) -> str:

@@ -85,16 +85,19 @@ class Storage:
     """All pools of one rank."""
 
     def __init__(
-        self, config: StorageConfig, options: Options, stream: Stream, *, refusal: str = ""
-    ) -> None:
+        self, config: StorageConfig, options: Options, stream: Stream, *, refusal: str = "",
+        replica: int | None = None,
+    ) -> None:  # fmt: skip
         """Create the pools of one rank. `refusal` says why pages have no names: then nothing is
-        stored, and nothing found."""
+        stored, and nothing found. `replica` is its data-parallel rank; None: the configuration's.
+        """
         self.counts: Counter[str] = Counter()
         self._refusal = refusal
         if refusal:
             log.error("KVBM passes through: %s", refusal)
         self._config, self._options = config, options
         self._stream = stream
+        self._replica = config.dp_rank if replica is None else replica
         self._incarnation = new_incarnation()
         self._limiter = OncePerKind(log)
         self._lock = threading.Lock()
@@ -131,14 +134,15 @@ class Storage:
         namespace = namespace_of(config, name, pool, regions, revision=revision)
         namespace = of_tenant(namespace, self._options.settings.tenant)
         engine = f"sglang-{self._incarnation[:8]}-{name}"
-        followed = self._stream if name == KV and config.tp_rank == 0 else Stream()
+        is_first = config.tp_rank == config.pp_rank == config.attn_cp_rank == 0  # It publishes.
+        followed = self._stream if name == KV and is_first else Stream()
         stream = Attach(
             engine=engine,
             incarnation=self._incarnation,
             endpoint=followed.endpoint,
             replay_endpoint=followed.replay_endpoint,
             topic=followed.topic,
-            rank=config.dp_rank,
+            rank=self._replica,
             namespace=namespace,
         )
         store = Store(
