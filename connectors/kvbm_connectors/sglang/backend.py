@@ -30,7 +30,7 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         replica = publisher_rank(storage_config.dp_rank)
         refusal = ""
         try:
-            options = options.of_revision(_revision(arguments, options.revision))
+            options = options.of_revision(_revision(arguments, options.revision, replica))
         except KvbmError as error:
             refusal = f"{error} ({error.code})"
         stream = _stream(arguments, replica)
@@ -159,7 +159,7 @@ def publisher_rank(configured: int) -> int:
         return configured
 
 
-def _revision(arguments: Any, named: str) -> str:
+def _revision(arguments: Any, named: str, replica: int) -> str:
     """Return what stands for the weights and all that changes what is computed with them."""
     import sglang
 
@@ -171,8 +171,9 @@ def _revision(arguments: Any, named: str) -> str:
             "are found by this attachment alone, unless `revision` names the weights"
         )
     return revision_of(
-        arguments, named=named, since_ns=process_start_ns(), version=version, is_late=late
-    )
+        arguments, named=named, since_ns=process_start_ns(), version=version, is_late=late,
+        replica=replica,
+    )  # fmt: skip
 
 
 def is_late(arguments: Any) -> bool:

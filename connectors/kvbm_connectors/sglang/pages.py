@@ -100,6 +100,21 @@ def is_shared(config: StorageConfig, pool_name: str, pool: HostPool) -> bool:
     return config.is_mla_model and not by_head
 
 
+def refusal_of_pool(config: StorageConfig, pool_name: str, pool: HostPool) -> str:
+    """Return why no prefix could ever be restored with this pool, or `""`.
+
+    Beside latent attention SGLang stores on rank 0 alone, but for states. It takes the minimum of
+    all ranks' hits.
+    """
+    by_head = pool_name not in SHARDED and hasattr(pool, "head_num")
+    if not config.is_mla_model or config.tp_size == 1 or not by_head:
+        return ""
+    return (
+        f"pool {pool_name!r} is cut by heads beside latent attention, and SGLang stores it on rank "
+        "0 alone: no page of it would be found on the others"
+    )
+
+
 def namespace_of(
     config: StorageConfig,
     pool_name: str,

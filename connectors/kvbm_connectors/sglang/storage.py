@@ -43,6 +43,7 @@ from kvbm_connectors.sglang.pages import (
     names_of,
     namespace_of,
     pages_of,
+    refusal_of_pool,
     regions_of,
 )
 from kvbm_connectors.sglang.store import Store
@@ -92,9 +93,7 @@ class Storage:
         stored, and nothing found. `replica` is its data-parallel rank; None: the configuration's.
         """
         self.counts: Counter[str] = Counter()
-        self._refusal = refusal
-        if refusal:
-            log.error("KVBM passes through: %s", refusal)
+        self._refusal = ""
         self._config, self._options = config, options
         self._stream = stream
         self._replica = config.dp_rank if replica is None else replica
@@ -106,12 +105,17 @@ class Storage:
         """Stores that start together, when SGLang has named all pools."""
         self._batches: deque[tuple[str, int, float]] = deque(maxlen=STATISTICS_MAX)
         self._started = False
+        if refusal:
+            self._refuse(refusal)
 
     # --- attach and detach ------------------------------------------------------------------
 
     def register(self, pool: HostPool, name: str) -> None:
         """Take a pool in. Raises UnknownPool, or KvbmError when its memory cannot be lent."""
         if self._refusal:
+            return
+        if refusal := refusal_of_pool(self._config, name, pool):
+            self._refuse(refusal)
             return
         known = self._pools.get(name)
         if known is not None:
@@ -126,6 +130,12 @@ class Storage:
                 self._waiting.append(made.store)
         if self._started:
             made.store.start()
+
+    def _refuse(self, refusal: str) -> None:
+        """Pass through from now on: nothing is stored, and nothing found."""
+        log.error("KVBM passes through: %s", refusal)
+        self._refusal = refusal
+        self.close()
 
     def _make(self, pool: HostPool, name: str) -> _Pool:
         config = self._config

@@ -9,6 +9,7 @@ enters, except those that `harmless.py` lists with a reason.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -26,9 +27,12 @@ from kvbm_connectors.sglang.adapters import adapters_of
 from kvbm_connectors.sglang.harmless import HARMLESS
 from kvbm_connectors.sglang.variables import OWN_MODELS, refuse_modelscope, variables_of
 
+ATTACHMENTS = itertools.count(1)
+"""Storages that were attached while this process serves: SGLang attaches one in each rank."""
+RUN = "SGLANG_RUN_ID"
+"""A variable that SGLang draws for each engine before it starts the ranks' processes."""
 LIFE = secrets.token_hex(8)
-"""The name of dummy weights: each life of this rank's process draws its own, since trainers push
-the real ones later. Ranks share no pages then; only latent attention shares any."""
+"""The life of this rank's process, where an engine has drawn none."""
 LOCAL = frozenset({
     "auto", "safetensors", "fastsafetensors", "pt", "sharded_state", "gguf",
     "bitsandbytes", "mistral", "layered", "runai_streamer",
@@ -43,11 +47,22 @@ UNSET = str | None
 NOT_FIELDS = frozenset({"_resolution_finished", "_resolution_failed", "_input_frozen"})
 """Attributes of SGLang's arguments that say how far they are resolved."""
 NEVER_NS = 2**63
+DUMMY = "dummy"
+
+
+def life_of_weights(replica: int = 0) -> str:
+    """Return what stands for weights that only this life of the engine has, the same in all its
+    ranks on a host: where they share pages, one of them stores for all.
+
+    A parent process would not do: that of Ray is the same for several engines.
+    """
+    life = f"{os.environ.get(RUN) or LIFE}/{replica}"
+    return hashlib.blake2b(life.encode(), digest_size=8).hexdigest()
 
 
 def _weights(path: str, revision: str | None, load_format: str, directory: str | None) -> str:
-    if load_format == "dummy":
-        return f"dummy:{LIFE}"
+    if load_format == "dummy":  # Drawn, and trainers push the real ones later.
+        return DUMMY
     if load_format not in LOCAL:
         raise UnreadableWeights(
             f"load_format {load_format} may take weights from elsewhere than the model's files; "
@@ -93,14 +108,16 @@ def revision_of(
     since_ns: int = NEVER_NS,
     version: str = "",
     is_late: bool = False,
+    replica: int = 0,
 ) -> str:
     """Return the weights by their content, and what changes what is computed with them.
 
     `named` is what an operator calls the model's weights, if their content cannot be read here.
     `since_ns` is when the engine's process began: adapters that were changed later are refused.
     `version` is SGLang's. `is_late`: the engine has served before, so that its weights may have
-    been updated, and each call draws another name. Empty when the arguments are not known. Raises
-    UnreadableWeights when their content is not.
+    been updated, and each call has another name. `replica` tells data-parallel ranks apart where
+    weights have no content. Empty when the arguments are not known. Raises UnreadableWeights when
+    their content is not.
     """
     if arguments is None:
         return named
@@ -115,8 +132,10 @@ def revision_of(
         found["variables"] = {name: _content_or_value(value) for name, value in variables.items()}
     if version:
         found["sglang"] = version
-    late = f"attached:{secrets.token_hex(8)}" if is_late else ""
+    late = f"attached:{life_of_weights(replica)}:{next(ATTACHMENTS)}" if is_late else ""
     weights = named or late or _all_weights(arguments)
+    if DUMMY in weights.split("/") and not named:
+        weights = f"{weights}:{life_of_weights(replica)}"
     if not found:
         return weights
     text = json.dumps(found, sort_keys=True)

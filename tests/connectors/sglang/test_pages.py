@@ -13,6 +13,7 @@ from kvbm_connectors.sglang.pages import (
     names_of,
     namespace_of,
     pages_of,
+    refusal_of_pool,
     regions_of,
 )
 
@@ -142,3 +143,15 @@ def test_ranks_share_what_is_the_same_on_all_of_them() -> None:
         return namespace_of(this, "kv", latent, regions_of(latent)).layout
 
     assert layout(0) == layout(1)
+
+
+def test_a_pool_of_heads_beside_latent_attention_is_refused() -> None:
+    """SGLang stores a draft's heads on rank 0 alone; states it stores on every rank."""
+    config = Config(is_mla_model=True, tp_size=2)
+    latent, heads = Pool(mla=True), Pool()
+    for rank in range(2):
+        assert "rank 0 alone" in refusal_of_pool(replace(config, tp_rank=rank), "draft", heads)
+    assert refusal_of_pool(config, "draft", latent) == ""
+    assert refusal_of_pool(config, "mamba", heads) == ""
+    assert refusal_of_pool(replace(config, tp_size=1), "draft", heads) == ""
+    assert refusal_of_pool(replace(config, is_mla_model=False), "draft", heads) == ""

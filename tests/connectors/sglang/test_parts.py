@@ -16,7 +16,7 @@ import pytest
 from kvbm_common.errors import ConfigError
 from kvbm_common.memory.committed_table import CommittedTable
 from kvbm_connectors.client.weights import UnreadableWeights
-from kvbm_connectors.sglang import generation, weights
+from kvbm_connectors.sglang import generation
 from kvbm_connectors.sglang.generation import Generation, life_of_engine
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
 from kvbm_connectors.sglang.known import Known
@@ -141,11 +141,31 @@ def test_models_that_are_served_under_one_name_are_two(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_are_named_by_the_engine_s_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each life draws its own, or is given others later."""
+    """Each life draws its own, or is given others later; so may each replica be."""
     arguments = SimpleNamespace(model_path="org/nowhere", load_format="dummy")
     first, same = revision_of(arguments), revision_of(arguments)
-    monkeypatch.setattr(weights, "LIFE", "another")
-    assert first == same != revision_of(arguments)
+    assert first == same != revision_of(arguments, replica=1)
+    monkeypatch.setenv("SGLANG_RUN_ID", "another")
+    assert first != revision_of(arguments)
+
+
+@pytest.mark.parametrize("given", ['load_format="dummy")', 'load_format="auto"), is_late=True'])
+def test_ranks_of_an_engine_name_its_own_weights_alike(given: str) -> None:
+    """Goal: where ranks share one copy (MLA), all of them find what the first rank stores. Another
+    engine finds none of it, and where SGLang has drawn no name, nor does another rank."""
+    code = (
+        "from types import SimpleNamespace as S\n"
+        "from kvbm_connectors.sglang.weights import revision_of\n"
+        f'print(revision_of(S(model_path="org/nowhere", {given}))'
+    )
+    found = [
+        subprocess.check_output(
+            [sys.executable, "-c", code], env=dict(os.environ) | {"SGLANG_RUN_ID": run}
+        )
+        for run in ("one", "one", "two", "", "")
+    ]
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
 
 
 def test_weights_may_be_others_when_a_storage_is_attached_late(tmp_path: Path) -> None:

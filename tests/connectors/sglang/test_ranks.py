@@ -1,4 +1,4 @@
-"""Ranks: which of them is followed, and under which number."""
+"""Ranks: which of them is followed, under which number, and which pools they cannot have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang.options import Options, Stream
 from kvbm_connectors.sglang.storage import Storage
 
-from tests.connectors.sglang.pool import Config, Pool
+from tests.connectors.sglang.conftest import Attach
+from tests.connectors.sglang.pool import Config, Pool, Transfer, keys_of
 
 STREAM = Stream(endpoint="tcp://127.0.0.1:5557")
 
@@ -55,3 +56,18 @@ def test_replicas_have_numbers_of_their_own(attached: list[Attached]) -> None:
     say(Config(), replica=1)
     say(Config(dp_rank=2))
     assert [one.rank for one in attached] == [1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_draft_that_could_not_be_restored_passes_through(
+    attach: Attach, caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    """No rank stores for nothing, and the log says why."""
+    config = Config(is_mla_model=True, tp_rank=rank, tp_size=2)
+    pool, draft = Pool(mla=True), Pool()
+    storage = attach(pool, config, draft=draft)
+    keys = keys_of("draft", 2)
+    assert storage.set(keys, pool.indices([0, 1]), None) == [False, False]
+    assert storage.exists_in_all(keys, [Transfer("draft", keys)]).pages == 0
+    assert storage.all_counts() == {"refused.set": 1, "refused.exists": 1}
+    assert "passes through: pool 'draft' is cut by heads beside latent attention" in caplog.text
