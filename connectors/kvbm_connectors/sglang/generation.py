@@ -28,6 +28,22 @@ LIFE = secrets.token_bytes(8)
 CLEARED: Counter[Path] = Counter()
 """How often this process has ended each generation: what it stores since is found by its life
 alone."""
+SEEN: set[Path] = set()
+"""Files that this process has read."""
+IN_MEMORY = (0, 0)
+"""The stamp of a generation without a file."""
+
+
+def unwritable(state_dir: Path) -> str:
+    """Return why no generation can be begun in this directory; `""` where one can."""
+    probe = state_dir / DIRECTORY / f".probe-{secrets.token_hex(4)}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def life_of_engine() -> bytes:
@@ -65,16 +81,35 @@ class Generation:
             own = CLEARED[self._path]
             try:
                 found = os.stat(self._path)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 if self._stamp is None and not own:
                     return b""
-                log.warning("%s is lost: nothing from before is found again", self._path)
-                self._begin()
-                found, self._stamp = os.stat(self._path), None
-            stamp = (found.st_ino, found.st_mtime_ns)
-            if stamp != self._stamp:
-                self._value, self._stamp = self._path.read_bytes(), stamp
+                if self._stamp != IN_MEMORY:
+                    self._begin_again()
+            else:
+                self._load(found)
             return self._value + self._life + own.to_bytes(4, "big") if own else self._value
+
+    def _load(self, found: os.stat_result) -> None:
+        stamp = (found.st_ino, found.st_mtime_ns)
+        if stamp != self._stamp:
+            self._value, self._stamp = self._path.read_bytes(), stamp
+            SEEN.add(self._path)
+
+    def _begin_again(self) -> None:
+        """Replace a file that is lost. Where none can be written, go on in memory: the life and the
+        count of this process name what it stores, and random bytes if the file had been there."""
+        try:
+            self._begin()
+            self._load(os.stat(self._path))
+            log.warning("%s was lost: nothing from before is found again", self._path)
+        except OSError as error:
+            self._value = secrets.token_bytes(GENERATION_BYTES) if self._path in SEEN else b""
+            self._stamp = IN_MEMORY
+            log.warning(
+                "%s cannot be written: until it is there, this process finds only pages that it "
+                "stores from now on: %s", self._path, error,
+            )  # fmt: skip
 
     def renew(self) -> None:
         """Begin another one, and name this process in it. Raises OSError: then this process finds
@@ -85,5 +120,8 @@ class Generation:
     def _begin(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(f".{secrets.token_hex(4)}")
-        draft.write_bytes(secrets.token_bytes(GENERATION_BYTES))
-        os.replace(draft, self._path)
+        try:
+            draft.write_bytes(secrets.token_bytes(GENERATION_BYTES))
+            os.replace(draft, self._path)
+        finally:
+            draft.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ from kvbm_connectors.sglang.engine_types import (
     PoolTransfer,
     StorageConfig,
 )
-from kvbm_connectors.sglang.generation import Generation, life_of_engine
+from kvbm_connectors.sglang.generation import Generation, life_of_engine, unwritable
 from kvbm_connectors.sglang.hits import (
     ALL_PAGES,
     TRAILING_PAGES,
@@ -107,6 +107,8 @@ class Storage:
         self._started = False
         if refusal:
             self._refuse(refusal)
+        elif reason := unwritable(options.settings.state_dir):
+            log.error("`clear` will fail, KVBM_STATE_DIR cannot be written: %s", reason)
 
     # --- attach and detach ------------------------------------------------------------------
 
@@ -297,10 +299,14 @@ class Storage:
 
     def clear(self) -> None:
         """Clear all pools: nothing that was stored so far is found again, by any engine of this
-        host."""
-        self._guarded("clear", None, self._clear)
+        host.
 
-    def _clear(self) -> None:
+        Raises OSError where that cannot be told to the others: SGLang says that it has failed. This
+        process finds nothing from before all the same.
+        """
+        if self._refusal:
+            self.counts["refused.clear"] += 1
+            return
         failed: list[OSError] = []
         for entry in self._pools.values():
             try:
@@ -308,6 +314,8 @@ class Storage:
             except OSError as error:  # No pool of this process keeps what was before.
                 failed.append(error)
         if failed:
+            self.counts[f"failed.clear.{type(failed[0]).__name__}"] += 1
+            log.error("clear failed: other engines find what was stored before: %r", failed[0])
             raise failed[0]
 
     # --- figures ----------------------------------------------------------------------------

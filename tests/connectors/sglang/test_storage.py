@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from kvbm_connectors.client import link_thread
@@ -235,6 +236,24 @@ def test_cleared_pages_are_not_found_by_anybody(attach: Attach) -> None:
     assert taken(theirs, other, keys, 0) == [False] * COUNT
     put(ours, pool, keys)
     assert taken(theirs, other, keys, 6) == [True] * COUNT
+
+
+def test_a_clear_that_others_cannot_see_fails(
+    attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. The log says at the start that it will. 2. Who has called it hears of it. 3. This engine
+    finds nothing from before, and goes on to store."""
+    (tmp_path / "file").write_text("")
+    pool = Pool()
+    storage = attach(pool, extra={"state_dir": str(tmp_path / "file" / "state")})
+    assert "KVBM_STATE_DIR cannot be written" in caplog.text
+    put(storage, pool, keys := keys_of("not cleared", COUNT))
+    with pytest.raises(NotADirectoryError):
+        storage.clear()
+    assert storage.exists(keys) == 0
+    put(storage, pool, keys)
+    assert taken(storage, pool, keys, 6) == [True] * COUNT
+    assert storage.all_counts()["failed.clear.NotADirectoryError"] == 1
 
 
 def test_errors_are_misses_that_are_counted(
