@@ -20,6 +20,9 @@ from kvbm_connectors.sglang.weights import revision_of
 
 log = logging.getLogger(__name__)
 
+NEEDED = "0.5.23"
+"""The first release of SGLang that calls `on_host_pools_registered`."""
+
 
 class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     """One rank's storage. Pages are read and written where they are: zero copy, `interface_v1`."""
@@ -27,13 +30,14 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         options = Options.read(storage_config.extra_config or {})
         arguments = _server_args()
+        refusal = _too_old()
         replica = publisher_rank(storage_config.dp_rank)
-        refusal = ""
-        try:
-            options = options.of_revision(_revision(arguments, options.revision, replica))
-        except KvbmError as error:
-            refusal = f"{error} ({error.code})"
-        stream = _stream(arguments, replica)
+        if not refusal:
+            try:
+                options = options.of_revision(_revision(arguments, options.revision, replica))
+            except KvbmError as error:
+                refusal = f"{error} ({error.code})"
+        stream = Stream() if refusal else _stream(arguments, replica)
         self.storage = Storage(storage_config, options, stream, refusal=refusal, replica=replica)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -131,6 +135,20 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return False
 
 
+def _too_old() -> str:
+    """Return why this SGLang cannot be served; `""` if it can. Releases before 0.5.23 never tell a
+    storage that all host pools are registered, where ours starts."""
+    if hasattr(HiCacheStorage, "on_host_pools_registered"):
+        return ""
+    return f"SGLang {_version()} is too old: {NEEDED} or later is needed"
+
+
+def _version() -> str:
+    import sglang
+
+    return str(getattr(sglang, "__version__", ""))
+
+
 def _server_args() -> Any:
     """Return SGLang's arguments; None outside a server."""
     try:
@@ -161,9 +179,6 @@ def publisher_rank(configured: int) -> int:
 
 def _revision(arguments: Any, named: str, replica: int) -> str:
     """Return what stands for the weights and all that changes what is computed with them."""
-    import sglang
-
-    version = str(getattr(sglang, "__version__", ""))
     late = is_late(arguments)
     if late and not named:
         log.warning(
@@ -171,7 +186,7 @@ def _revision(arguments: Any, named: str, replica: int) -> str:
             "are found by this attachment alone, unless `revision` names the weights"
         )
     return revision_of(
-        arguments, named=named, since_ns=process_start_ns(), version=version, is_late=late,
+        arguments, named=named, since_ns=process_start_ns(), version=_version(), is_late=late,
         replica=replica,
     )  # fmt: skip
 
