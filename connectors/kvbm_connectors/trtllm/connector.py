@@ -68,6 +68,14 @@ def _broadcast(value: str, root: int) -> str:
     return str(utils.mpi_broadcast(value, root))
 
 
+def _refusal(llm_args: Any) -> str:
+    """Return why this rank passes through. No error leaves: the other ranks wait for this one."""
+    try:
+        return refusal_of(llm_args)
+    except Exception as error:  # Of a file system, for one.
+        return repr(error)
+
+
 class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
     """KVBM as TensorRT-LLM's KvCacheConnectorScheduler (release 1.2, and its path in 1.3)."""
 
@@ -78,7 +86,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         self._half: SchedulerHalf | None = None
         self._barrier: threading.Timer | None = None
         self._log_at_s = time.monotonic() + COUNTS_LOG_S
-        refusal = refusal_of(llm_args)
+        refusal = _refusal(llm_args)
         if refusal:
             log.error("KVBM passes through: %s", refusal)
             return
@@ -197,14 +205,17 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
         super().__init__(llm_args)
         log_beside(ENGINE_LOGGER, level=logging.INFO)
         self._side: WorkerSide | None = None
-        if refusal_of(llm_args):
-            return  # The leader says it.
         mapping = llm_args.parallel_config.to_mapping()
         life = LIVES.of(llm_args)
+        refusal = _refusal(llm_args)
+        if refusal and mapping.rank:  # The leader says it of rank 0.
+            log.error("KVBM passes through: rank %d: %s", mapping.rank, refusal)
         try:
-            agree(life, int(mapping.world_size), _broadcast)
+            agreed = agree(life, int(mapping.world_size), _broadcast, refuses=bool(refusal))
         except Exception as error:  # Without MPI, for one; whatever it is, the engine computes.
             log.error("KVBM passes through: the ranks cannot agree on a name: %r", error)
+            return
+        if refusal or not agreed:
             return
         settings = Settings.load()
         self._side = WorkerSide(

@@ -78,10 +78,20 @@ class Lives:
             return life
 
 
-def agree(life: Life, world_size: int, broadcast: Callable[[str, int], str]) -> None:
-    """Take the name that rank 0 has drawn, in all ranks: called once by each rank's worker."""
+def agree(
+    life: Life, world_size: int, broadcast: Callable[[str, int], str], *, refuses: bool = False
+) -> bool:
+    """Take the name that rank 0 has drawn, in all ranks; False where rank 0 refuses, and sends
+    none.
+
+    Each rank's worker calls it once, whether it refuses or not: a broadcast without one of its
+    ranks leaves the others waiting, or has them take the engine's next message for a name.
+    """
     if world_size > 1:
-        life.incarnation = broadcast(life.incarnation, 0)
+        name = broadcast("" if refuses else life.incarnation, 0)
+        life.incarnation = name or life.incarnation
+        return bool(name)
+    return not refuses
 
 
 def refusal_of(args: LlmArgs) -> str:

@@ -71,9 +71,11 @@ class Broadcast:
     def __init__(self) -> None:
         self.rank = 0
         self.broken: Exception | None = None
+        self.calls: list[int] = []
         self._said: Any = None
 
     def __call__(self, value: Any, root: int) -> Any:
+        self.calls.append(self.rank)
         if self.broken is not None:
             raise self.broken
         if self.rank == root:

@@ -57,6 +57,7 @@ from tests.connectors.trtllm.package import (
     installed,
 )
 from tests.gpu.fake_runtime import FakeRuntime
+from tests.recording import recorded
 
 LIFE = "0" * 16
 
@@ -369,6 +370,33 @@ def test_ranks_that_cannot_meet_pass_through(caplog: pytest.LogCaptureFixture) -
         worker.register_kv_caches(Tensor(2))
         worker.start_load_kv(None)
         assert worker.get_finished([3], []) == ([3], [])
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_rank_that_refuses_alone_leaves_no_other_waiting(
+    refusing: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The weights are on one host and not on the other. 1. Both ranks take part in the broadcast:
+    it would take the engine's next message otherwise. 2. The one that refuses lends nothing, nor
+    does any without a name; the log says why."""
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    with installed() as broadcast:
+        module = importlib.import_module("kvbm_connectors.trtllm")
+        connector = importlib.import_module("kvbm_connectors.trtllm.connector")
+        sides = recorded(monkeypatch, connector, "WorkerSide")
+        for rank in range(2):
+            broadcast.rank = rank
+            args = args_of(rank, 2)
+            args.load_format = LoadFormat.AUTO
+            args.model = "org/nowhere" if rank == refusing else str(tmp_path)
+            worker = module.KvbmConnectorWorker(args)
+            worker.shutdown()
+    assert broadcast.calls == [0, 1]
+    assert len(sides) == refusing  # That of rank 0, where it does not refuse.
+    assert ("rank 1" in caplog.text) is (refusing == 1)
 
 
 def test_events_are_followed_where_they_are_published() -> None:
