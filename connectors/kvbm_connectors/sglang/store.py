@@ -211,9 +211,13 @@ class Store:
         all of them, or a new one. One without a page is given back."""
         held = self._take_held(names)
         if held is not None:
-            if self._answer(held).blocks >= len(names):
+            at_once = self._scheduler.lookup(held.request, held.names)
+            hit = at_once or self._answer(held)
+            if hit.blocks >= len(names):
                 return held, len(names)
             self._give_back(held)  # Its lease has ended, or more has been stored since.
+            if at_once is None and hit.reason == "no_answer":
+                return held, 0  # Another question would wait for a second deadline.
         fresh = Held(self._new_request(), names)
         found = min(self._answer(fresh).blocks, len(names))
         if not found:

@@ -399,6 +399,27 @@ def test_a_host_tier_that_is_killed(attach: Attach, stack: LiveStack) -> None:
     assert taken(storage, pool, keys, 6) == [True] * COUNT
 
 
+def test_a_load_waits_for_one_deadline(
+    attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host tier stands still after it has listed the pages: the lookup that the question has
+    left is not followed by another one, which nothing would answer either."""
+    halves = recorded(monkeypatch, store_module, "SchedulerHalf")
+    pool = Pool()
+    storage = attach(pool, extra={"onboard_deadline_ms": 300})
+    put(storage, pool, keys := keys_of("still", COUNT))
+    before = halves[0].counts()["lookups"]
+    stop_child(pid := stack.stack.pids["host-tier"])
+    try:
+        assert storage.exists(keys) == COUNT
+        assert taken(storage, pool, keys, 6) == [False] * COUNT
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    counts = halves[0].counts()
+    assert (counts["lookups"] - before, counts["lookups_unanswered"]) == (1, 1)
+    wait_for(lambda: taken(storage, pool, keys, 6) == [True] * COUNT)
+
+
 def test_a_page_that_has_rotted_is_zeroed_and_missed(attach: Attach, stack: LiveStack) -> None:
     """With the settings that are shipped. 1. Somebody writes over the host tier's memory. 2. No
     page of it comes back, and none of its bytes stays in the pool. 3. What is stored again is
