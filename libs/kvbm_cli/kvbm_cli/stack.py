@@ -44,6 +44,8 @@ STOP_DEADLINE_S = 3.7
 """A service ends itself after 3 s at the latest; then it is killed."""
 NATS_STOP_DEADLINE_S = 0.8
 LOOPBACK = "127.0.0.1"
+OF_ITS_OWN = "KVBM_RUNTIME_DIR, KVBM_STATE_DIR, KVBM_NATS_URL, KVBM_HOST and DYN_KVBM_METRICS_PORT"
+"""What a second stack on a machine does not share with the first."""
 SECRETS: Mapping[str, Sequence[str]] = {
     **{one.variable: one.only_for for one in all_settings() if one.only_for},
     **dict.fromkeys(
@@ -244,6 +246,7 @@ class Stack:
     async def _start_nats(self) -> None:
         """Start our NATS, if it is ours, and have its streams made, if we may."""
         if self._nats is not None:
+            await self._take_nats_directory(self._nats.server)
             users = authorization_of(
                 self.settings.creds_dir,
                 host=self.settings.host,
@@ -287,7 +290,17 @@ class Stack:
         except LockTaken as error:
             raise ServiceFailed(
                 f"process {error.holder} runs a stack in {self.settings.runtime_dir}; "
-                "set KVBM_RUNTIME_DIR to run another"
+                f"set {OF_ITS_OWN} to run another"
+            ) from error
+
+    async def _take_nats_directory(self, server: NatsServer) -> None:
+        """Lock the store of NATS before its credentials are written; raises ServiceFailed."""
+        try:
+            await server.take_directory()
+        except LockTaken as error:
+            raise ServiceFailed(
+                f"process {error.holder} runs NATS in {server.directory}; "
+                "set KVBM_STATE_DIR and KVBM_NATS_URL as well to run another stack"
             ) from error
 
     def _release_runtime_dir(self) -> None:

@@ -21,6 +21,7 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.runtime.processes import free_port
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply
 
@@ -217,6 +218,22 @@ async def test_two_stacks_in_one_runtime_directory_are_refused(tmp_path: Path) -
             await second.open()
         await second.close()
         assert (first.settings.runtime_dir / "stack.lock").exists()
+
+
+async def test_two_stacks_with_one_state_directory_are_refused(tmp_path: Path) -> None:
+    """Goal: the second does not write into the first one's JetStream store, or its credentials.
+    Method: the second has a name, a port and a runtime directory of its own."""
+    async with Stack.private(services=[]) as first:
+        state_dir = first.settings.state_dir
+        before = {path: path.stat().st_mtime_ns for path in state_dir.rglob("*.c*")}
+        assert before, "neither credentials nor a configuration"
+        url = f"nats://127.0.0.1:{free_port()}"
+        own = {"host": "second", "runtime_dir": tmp_path / "run", "nats_url": url}
+        second = Stack(own, state_dir=state_dir, services=[])
+        with pytest.raises(ServiceFailed, match=f"process {os.getpid()} runs NATS in {state_dir}"):
+            await second.open()
+        await second.close()
+        assert before == {path: path.stat().st_mtime_ns for path in state_dir.rglob("*.c*")}
 
 
 async def test_what_another_stack_uses_stays(tmp_path: Path) -> None:

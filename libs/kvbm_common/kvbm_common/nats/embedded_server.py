@@ -13,16 +13,18 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvbm_common.access.secret_files import write_secret
 from kvbm_common.errors import ServiceFailed
-from kvbm_common.runtime.processes import dying_with_parent, free_port
+from kvbm_common.runtime.processes import LockTaken, dying_with_parent, free_port, take_lock
 
 START_DEADLINE_S = 5.0
 """How long a start may take: the server answers after 30 ms, once it has read its store."""
 STOP_DEADLINE_S = 2.0
 """JetStream is safe against kill -9, so a slow stop is cut short."""
+LOCK_DEADLINE_S = 2.0
+"""How long a start waits for the directory: the server of a killed parent ends in that time."""
 POLL_S = 0.005
 PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 """The most that nats-server accepts without a warning, and our largest message."""
@@ -48,7 +50,11 @@ def configuration_text(settings: Mapping[str, Any]) -> str:
 
 
 class NatsServer:
-    """One nats-server. With `port=0` a free port is chosen at the first start and then kept."""
+    """One nats-server. With `port=0` a free port is chosen at the first start and then kept.
+
+    Two servers on one store would lose events that were acknowledged, so a lock guards the
+    directory. The child holds it, too: it counts until the last writer has ended.
+    """
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class NatsServer:
         self.port = port or free_port(address)
         self.name = f"kvbm-{secrets.token_hex(8)}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock: TextIO | None = None
 
     @property
     def url(self) -> str:
@@ -96,9 +103,30 @@ class NatsServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    async def take_directory(self) -> None:
+        """Lock the directory until the server is stopped or killed; raises LockTaken.
+
+        A start does so by itself, before it writes anything.
+        """
+        if self._lock is not None:
+            return
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        end_s = time.monotonic() + LOCK_DEADLINE_S
+        while self._lock is None:
+            try:
+                self._lock = take_lock(self.directory / "nats-server.lock")
+            except LockTaken:
+                if time.monotonic() > end_s:
+                    raise
+                await asyncio.sleep(POLL_S)
+
     async def start(self, *, deadline_s: float = START_DEADLINE_S) -> None:
-        """Start and wait until it answers; raises ServiceFailed with the end of its log."""
+        """Start and wait until it answers.
+
+        Raises LockTaken where another server runs, and ServiceFailed with the end of its log.
+        """
         assert not self.running, "nats-server runs already"
+        await self.take_directory()
         self._process = self._spawn()
         try:
             await self._wait_answer(deadline_s)
@@ -108,11 +136,10 @@ class NatsServer:
 
     async def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Stop it, by force after the deadline. The store stays."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, deadline_s)
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, deadline_s)
         self.kill()
 
     def kill(self) -> None:
@@ -121,9 +148,12 @@ class NatsServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        assert self._lock is not None, f"{self.directory} is not locked"
         self.directory.chmod(0o700)
         configuration = self.directory / "nats-server.conf"
         write_secret(configuration, self._configuration())
@@ -134,6 +164,7 @@ class NatsServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=(self._lock.fileno(),),
                 preexec_fn=dying_with_parent(),
             )
 

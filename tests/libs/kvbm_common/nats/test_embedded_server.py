@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
 from kvbm_common.nats.streams import EVENTS
-from kvbm_common.runtime.processes import free_port
+from kvbm_common.runtime.processes import LockTaken, free_port
 
 from tests.waiting import lives, wait_until
 
@@ -56,6 +57,21 @@ async def test_port_in_use_is_a_typed_error(nats_server: NatsServer, tmp_path: P
     with pytest.raises(ServiceFailed, match="address already in use"):
         await second.start()
     assert not second.running
+
+
+async def test_a_second_server_on_a_directory_is_refused_before_it_writes(tmp_path: Path) -> None:
+    """Goal: two servers on one store lose events. Method: the first one's files stay as they were;
+    when it has stopped, the other starts."""
+    second = NatsServer(tmp_path)
+    async with NatsServer(tmp_path):
+        before = (tmp_path / "nats-server.conf").read_text()
+        with pytest.raises(LockTaken) as refused:
+            await second.start()
+        assert refused.value.holder == str(os.getpid())
+        assert not second.running
+        assert (tmp_path / "nats-server.conf").read_text() == before
+    async with second:
+        assert second.running
 
 
 NAMES = ("jörg", "日本", "a b", 'say "hi"', "back\\slash", "$HOME", "#1 {x}")
