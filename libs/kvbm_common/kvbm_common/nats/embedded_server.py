@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
+
 from kvbm_common.access.secret_files import write_secret
 from kvbm_common.errors import ServiceFailed
 from kvbm_common.runtime.processes import LockTaken, dying_with_parent, free_port, take_lock
@@ -47,6 +49,25 @@ def find_binary() -> str:
 def configuration_text(settings: Mapping[str, Any]) -> str:
     """Return a configuration as nats-server reads it: JSON, but no escapes such as `\\u00e4`."""
     return json.dumps(settings, indent=1, ensure_ascii=False)
+
+
+def reserved_bytes(directory: Path) -> int:
+    """Return what the streams in a store may take together.
+
+    Files that cannot be read count for nothing: the server itself judges them at its start.
+    """
+    total = 0
+    for described in directory.glob("jetstream/*/streams/*/meta.inf"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            stream = msgspec.json.decode(described.read_bytes(), type=_StoredStream)
+            total += max(0, stream.max_bytes)
+    return total
+
+
+class _StoredStream(msgspec.Struct, frozen=True):
+    """A stream's configuration, as nats-server keeps it."""
+
+    max_bytes: int = 0
 
 
 class NatsServer:
@@ -176,7 +197,8 @@ class NatsServer:
 
     def _configuration(self) -> str:
         """Return the configuration; nats-server reads JSON as well as its own format."""
-        store_bytes = max(STORE_BYTES_MAX, self._store_bytes)
+        # The server counts what streams may take: those of earlier settings are still there.
+        store_bytes = max(STORE_BYTES_MAX, self._store_bytes) + reserved_bytes(self.directory)
         settings = {
             "server_name": self.name,
             "listen": self._listen,

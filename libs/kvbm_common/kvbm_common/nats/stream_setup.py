@@ -16,6 +16,13 @@ from kvbm_common.nats.streams import StreamSpec
 
 PROTECTIONS = ("allow_rollup_hdrs", "deny_delete", "deny_purge", "allow_direct")
 READERS = ("max_consumers", "consumer_limits")
+_ROOM = "run kvbm nats-config with these settings, or delete streams of other settings"
+REMEDIES = {
+    10027: _ROOM,
+    10047: _ROOM,
+    10074: "set KVBM_STREAM_REPLICAS=1, or run a cluster of servers",
+}
+"""What to do, by the server's error code."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ async def set_up_streams(link: Link) -> list[str]:
             changed += [spec.name] if await _set_up(link, spec) else []
         except JetStreamError as error:  # The others are made and protected all the same.
             _log.warning("%s: %s", spec.name, error)
-            failed.append(error)
+            failed.append(_explained(spec, error))
     if failed:
         raise failed[0]
     return changed
@@ -57,6 +64,14 @@ async def _set_up(link: Link, spec: StreamSpec) -> bool:
         except JetStreamError as error:  # An older server, or readers that ask for more.
             _log.warning("%s keeps its %s: %s", spec.name, name, error)
     return changed
+
+
+def _explained(spec: StreamSpec, error: JetStreamError) -> JetStreamError:
+    """Return the error with the stream's name, and with what to do where that is known."""
+    text = str(error).removesuffix(f" ({error.server_code})")
+    remedy = REMEDIES.get(error.server_code)
+    shown = f"{spec.name}: {text}; {remedy}" if remedy else f"{spec.name}: {text}"
+    return JetStreamError(shown, error.server_code)
 
 
 async def _set(

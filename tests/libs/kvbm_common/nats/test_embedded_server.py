@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,17 @@ async def test_a_second_server_on_a_directory_is_refused_before_it_writes(tmp_pa
         assert (tmp_path / "nats-server.conf").read_text() == before
     async with second:
         assert second.running
+
+
+async def test_streams_of_earlier_settings_leave_room_for_those_of_now(tmp_path: Path) -> None:
+    """Goal: a start with fewer partitions, or smaller streams, than before. Method: a stream that
+    was made by a large server has reserved more than the next one's settings need."""
+    large = replace(EVENTS, name="KVBM_EVENTS_2_0", subjects=("large",), bytes_max=5 << 30)
+    for store_bytes, spec in ((8 << 30, large), (0, EVENTS)):
+        async with NatsServer(tmp_path, store_bytes=store_bytes) as server:
+            bus = await Bus.connect(server.url, "test")
+            await ensure_stream(bus, spec)
+            await bus.close()
 
 
 NAMES = ("jörg", "日本", "a b", 'say "hi"', "back\\slash", "$HOME", "#1 {x}")
