@@ -107,7 +107,7 @@ def nats_config(
     fleet: str = typer.Option("", help="Where the fleet waits for it, as tls://HOST:7422."),
     leaf: Path = typer.Option(Path(), help="The directory zones/ZONE that the fleet has written."),  # noqa: B008
     rotate: bool = typer.Option(False, help="Replace every credential; old ones are good, too."),
-    drop_old: bool = typer.Option(False, help="End what a rotation has left good."),
+    drop_old: bool = typer.Option(False, help="End what a rotation, or other partitions, left."),
 ) -> None:
     """Write a configuration of nats-server with a key for each role, and the files of the keys.
 
@@ -145,7 +145,7 @@ def layout_of(out: Path, given: dict[str, Any]) -> Layout:
     before = read_layout(out) or Layout(hosts=())
     if "streams" in given:
         given = given | {"streams": before.streams.with_more(given["streams"])}
-    return msgspec.structs.replace(before, **given).check()
+    return msgspec.structs.replace(before, **given).after(before).check()
 
 
 def write_all(out: Path, layout: Layout, *, rotate: bool = False, drop_old: bool = False) -> Path:

@@ -53,7 +53,7 @@ def authorization_of(
                 _shown_by(role, directory),
                 host=host,
                 instances=instances,
-                partitions=partitions,
+                partitions=(partitions,),
             )
             for role in (*ROLES, *(role_of(kind) for kind in kinds if kind not in BY_NAME))
         ]

@@ -32,7 +32,13 @@ from kvbm_common.access.secret_files import SecretFile, write_secret
 from kvbm_common.config.schema import TOKEN
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX, configuration_text
-from kvbm_common.nats.streams import AS_THEY_COME, CONSUMERS_MAX, StreamLimits
+from kvbm_common.nats.streams import (
+    AS_THEY_COME,
+    CONSUMERS_MAX,
+    Partitions,
+    StreamLimits,
+    StreamSpec,
+)
 
 from kvbm_cli.creds import zone_config
 from kvbm_cli.creds.server_users import user_of
@@ -63,6 +69,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     streams: StreamLimits = AS_THEY_COME
     """What the settings have said of the streams of a tenant, for the room that they may take. Its
     zones are those that may come."""
+    partitions_before: int = 0
+    """The number of partitions that the fleet leaves, with room until `--drop-old`; 0: none."""
     leaf_listen: str = zone_config.LEAF_LISTEN
     """Where a fleet's server waits for its zones."""
     zone: str = ""
@@ -95,6 +103,31 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         if not self.fleet or not all(map(LEAF_URL.fullmatch, self.fleet)):
             accepted = "nats://HOST:PORT or tls://HOST:PORT, several with commas between"
             raise ConfigError("--fleet", ",".join(self.fleet), accepted)
+
+    def after(self, before: Layout) -> Layout:
+        """Return the layout with the number of partitions that an earlier run was for.
+
+        Raises ConfigError for a third number.
+        """
+        now, earlier = self.partitions[0], before.partitions
+        if not before.hosts or now == earlier[0]:
+            return self
+        if len(earlier) > 1 and now not in earlier:
+            accepted = f"{earlier[0]} or {earlier[1]}: --drop-old ends the change between them"
+            raise ConfigError("KVBM_INDEX_PARTITIONS", now, accepted)
+        return msgspec.structs.replace(self, partitions_before=earlier[0])
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """Return the number of partitions, and behind it the one that the fleet leaves."""
+        before = (self.partitions_before,) if self.partitions_before else ()
+        return (self.streams.partitioned.count, *before)
+
+    @property
+    def all_streams(self) -> list[StreamSpec]:
+        """Return the streams of a tenant, with those of the number of partitions before."""
+        every = [spec for count in self.partitions for spec in Partitions(count).streams]
+        return list({spec.name: spec for spec in every}.values())
 
     @property
     def instance_names(self) -> list[str]:
@@ -151,9 +184,11 @@ def write_credentials(
     """Write everything but certificates; returns the server's configuration. Raises ConfigError.
 
     With `rotate` every credential is replaced; the server takes the old ones as well, until a run
-    with `drop_old`.
+    with `drop_old`. That ends a change of the number of partitions, too.
     """
     previous = {} if drop_old else _previous(directory)
+    if drop_old:
+        layout = msgspec.structs.replace(layout, partitions_before=0)
     if rotate and previous:
         raise ConfigError("--rotate", directory, "no rotation that is open: --drop-old ends it")
     seeds: dict[Place, str] = {}
@@ -180,13 +215,13 @@ def configuration_of(
     layout: Layout, seeds: Mapping[Place, str], previous: Mapping[str, str], directory: Path
 ) -> dict[str, Any]:
     """Return the server's configuration, which nats-server reads as JSON."""
-    store_bytes = layout.streams.store_bytes
+    store_bytes = layout.streams.store_bytes_of(layout.all_streams)
     accounts: dict[str, Any] = {
         tenant: {
             "jetstream": {
                 "max_file": store_bytes * (layout.streams.replicas or 1),
                 "max_mem": MEMORY_BYTES,
-                "max_streams": len(layout.streams.partitioned.streams),
+                "max_streams": len(layout.all_streams),
                 "max_consumers": CONSUMERS_MAX,
             },
             "users": [
@@ -236,7 +271,7 @@ def _users(
             Credentials(seed=seed),
             host=place.host or "*",
             instances=layout.instance_names,
-            partitions=layout.streams.partitioned.count,
+            partitions=layout.partitions,
         )
         yield user
         if (old := previous.get(place.path)) not in (None, user["nkey"]):

@@ -15,7 +15,12 @@ ANSWER_WITHIN = "11m"
 
 
 def user_of(
-    role: Role, shown: Credentials, *, host: str, instances: Sequence[str], partitions: int = 1
+    role: Role,
+    shown: Credentials,
+    *,
+    host: str,
+    instances: Sequence[str],
+    partitions: Sequence[int] = (1,),
 ) -> dict[str, Any]:
     """Return the entry of one credential in a server's configuration.
 

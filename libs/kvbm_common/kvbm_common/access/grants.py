@@ -93,9 +93,16 @@ def inbox_of(role: str, host: str) -> str:
 
 
 def grants_of(
-    role: Role, *, host: str = "*", instances: Sequence[str] = ("0",), partitions: int = 1
+    role: Role,
+    *,
+    host: str = "*",
+    instances: Sequence[str] = ("0",),
+    partitions: Sequence[int] = (1,),
 ) -> Grants:
-    """Return what a credential of this role may do, on this host and with these instances."""
+    """Return what a credential of this role may do, on this host and with these instances.
+
+    A fleet has two numbers of partitions while it changes from one to the other.
+    """
     if role.may_do_everything:
         return Grants(everything=True)
     place = host if role.per_host else "*"
@@ -106,11 +113,12 @@ def grants_of(
     if role.is_service:
         publish += _service_publishes(role)
         subscribe += _service_hears(role)
-    if role.name == "index" and partitions > 1:
-        group = verb_subject(INDEX_GROUP, "*", host=str(partitions), instance="*")
-        publish.append(group)
-        subscribe += [group, f"$SRV.*.kvbm-{INDEX_GROUP}", f"$SRV.*.kvbm-{INDEX_GROUP}.*"]
-    spread = partial(_spread, Partitions(partitions))
+    several = [count for count in partitions if count > 1]
+    if role.name == "index" and several:
+        groups = [verb_subject(INDEX_GROUP, "*", host=str(one), instance="*") for one in several]
+        publish += groups
+        subscribe += [*groups, f"$SRV.*.kvbm-{INDEX_GROUP}", f"$SRV.*.kvbm-{INDEX_GROUP}.*"]
+    spread = partial(_spread, [Partitions(count) for count in several])
     return Grants(
         publish=tuple(dict.fromkeys(spread(fill_in.all(publish)))),
         publish_never=tuple(spread(fill_in.all(role.never_publishes))),
@@ -119,11 +127,12 @@ def grants_of(
     )
 
 
-def _spread(partitions: Partitions, patterns: Iterable[str]) -> Iterator[str]:
+def _spread(fleets: Iterable[Partitions], patterns: Iterable[str]) -> Iterator[str]:
     """Yield patterns, and behind those of one partition the same of each of several."""
+    places = [(partitions, number) for partitions in fleets for number in range(partitions.count)]
     for pattern in patterns:
         yield pattern
-        for number in range(partitions.count if partitions.count > 1 else 0):
+        for partitions, number in places:
             rest = pattern.removeprefix(f"{SUBJECT_PREFIX}.")
             if rest != pattern:
                 yield f"{PARTITION_PREFIX}.{partitions.count}.{number}.{rest}"

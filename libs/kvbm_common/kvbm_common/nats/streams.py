@@ -9,6 +9,7 @@ bus is guarded takes it for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -291,8 +292,11 @@ class StreamLimits:
     @property
     def store_bytes(self) -> int:
         """Return the room that all streams need on each server that keeps them."""
-        needed = sum(self.fit(spec).bytes_max for spec in self.partitioned.streams)
-        return int(needed * STORE_ROOM)
+        return self.store_bytes_of(self.partitioned.streams)
+
+    def store_bytes_of(self, streams: Iterable[StreamSpec]) -> int:
+        """Return the room that these streams need on each server that keeps them."""
+        return int(sum(self.fit(spec).bytes_max for spec in streams) * STORE_ROOM)
 
     @property
     def partitioned(self) -> Partitions:

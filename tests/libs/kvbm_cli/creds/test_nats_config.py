@@ -15,10 +15,13 @@ import pytest
 from kvbm_cli.creds.commands import layout_of, write_all
 from kvbm_cli.creds.nats_config import Layout, places_of
 from kvbm_common.access.nats_access import NatsAccess, nats_access
-from kvbm_common.access.roles import CONSUMER
+from kvbm_common.access.roles import ADMIN, CONSUMER
 from kvbm_common.errors import BusUnavailable, ConfigError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import find_binary
+from kvbm_common.nats.jetstream import call_api, publish_acknowledged
+from kvbm_common.nats.stream_setup import set_up_streams
+from kvbm_common.nats.streams import StreamLimits
 from kvbm_common.runtime.processes import free_port
 
 from tests.security.guarded_nats import guarded_nats
@@ -152,6 +155,34 @@ async def test_rotation_step_by_step(tmp_path: Path) -> None:
         await ask_until(lambda: refuses(with_old))
         assert await connects(nats.access(CONSUMER))
         await wait_until(lambda: client.connected and client.generation > 0)
+
+
+async def test_another_number_of_partitions_step_by_step(tmp_path: Path) -> None:
+    """Goal: the steps of docs/scaling.md.
+
+    1. The new number has streams beside the old ones, and a host of either number may publish. 2. A
+    third number is refused. 3. At the end the streams of the old number are gone, and their room.
+    """
+    one, two = StreamLimits(partitions=1), StreamLimits(partitions=2)
+    async with guarded_nats(tmp_path) as nats:
+        nats.write(streams=two)
+        await nats.server.stop()
+        async with nats.server:
+            async with nats.bus(ADMIN) as admin, nats.bus("host-tier") as host:
+                for limits in (two, one):
+                    admin.limits = limits
+                    await set_up_streams(admin)
+                    spec = limits.events_of("a")
+                    subject = spec.subjects[0].replace(">", "a.host-tier-0.stored")
+                    await publish_acknowledged(host, spec, subject, b"{}")
+                with pytest.raises(ConfigError, match="2 or 1: --drop-old"):
+                    nats.write(streams=StreamLimits(partitions=3))
+                for spec in {*one.partitioned.streams} - {*two.partitioned.streams}:
+                    await call_api(admin, f"STREAM.DELETE.{spec.name}")
+            nats.write(drop_old=True)
+            configuration = json.loads((nats.directory / "server/nats-server.conf").read_text())
+            account = configuration["accounts"]["kvbm"]
+            assert account["jetstream"]["max_streams"] == len(two.partitioned.streams)
 
 
 async def refuses(access: NatsAccess) -> bool:
