@@ -272,8 +272,8 @@ class Storage:
             return range(1, self._exists(keys, name) + 1)
         if policy == TRAILING_PAGES:
             entry = self._pools[name]
-            present = entry.store.present(entry.names(keys))
-            return trailing_lengths(present, max(1, len(transfer.keys or ())))
+            window = max(1, len(transfer.keys or ()))
+            return trailing_lengths(entry.store.present(entry.names(keys), window), window)
         raise UnknownPool(f"pool {name!r} has the hit policy {policy!r}")
 
     def _took(self, what: str, pages: int, block_bytes: int, started_s: float) -> None:

@@ -27,6 +27,7 @@ from kvbm_common.wire.local import Attach, Region
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun
+from kvbm_connectors.sglang.hits import trailing_lengths
 from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options
 
@@ -183,28 +184,39 @@ class Store:
         self._hold(held)
         return scheduler.lookup(held.request, held.names, hurry=False) is None
 
-    def present(self, names: Sequence[SequenceHash]) -> list[bool]:
-        """Return for each of these pages, by itself, whether it can be had now."""
+    def present(self, names: Sequence[SequenceHash], window: int = 1) -> list[bool]:
+        """Return for each of these pages, by itself, whether it can be had now.
+
+        Of pages that are not listed, those are asked for that a prefix needs which is longer than
+        the longest one known, from the end on: each question that finds nothing counts as a miss.
+        """
+        assert window > 0, f"a window of {window} pages"
         if not names:
             return []
         with self._changed:
             scheduler = self._scheduler
             epoch = 0 if self._closed else scheduler.epoch
             found = self._known.which(names, scheduler.welcome, epoch=epoch)
-        rest = [index for index, is_known in enumerate(found) if not is_known]
-        self.counts["known_pages"] += len(names) - len(rest)
-        for start in range(0, len(rest), PRESENT_MAX):
-            part = {
-                index: Held(self._new_request(), (names[index],))
-                for index in rest[start : start + PRESENT_MAX]
-            }
-            with self._changed:
-                for held in part.values():
-                    self._scheduler.lookup(held.request, held.names)
-                for index, held in part.items():
-                    found[index] = self._answer(held).blocks > 0
-                    self._give_back(held)
+        self.counts["known_pages"] += sum(found)
+        for end in range(len(names), 0, -PRESENT_MAX):
+            longest = max(trailing_lengths(found, window), default=0)
+            if longest >= min(len(names), end + window - 1):
+                break
+            begin = max(0, end - PRESENT_MAX, longest - window + 1)
+            self._ask_each(names, [n for n in range(begin, end) if not found[n]], found)
         return found
+
+    def _ask_each(
+        self, names: Sequence[SequenceHash], asked: Sequence[int], found: list[bool]
+    ) -> None:
+        """Look these pages up one by one, and note those that can be had."""
+        part = {index: Held(self._new_request(), (names[index],)) for index in asked}
+        with self._changed:
+            for held in part.values():
+                self._scheduler.lookup(held.request, held.names)
+            for index, held in part.items():
+                found[index] = self._answer(held).blocks > 0
+                self._give_back(held)
 
     def _leased(self, names: tuple[SequenceHash, ...]) -> tuple[Held, int]:
         """Return a lookup of these pages, and how many it has found: that of `find` where it has

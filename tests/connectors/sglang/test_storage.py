@@ -224,6 +224,20 @@ def test_a_state_pool_restores_at_its_boundaries(attach: Attach) -> None:
     assert hits.pages == 0
 
 
+def test_a_state_pool_is_asked_for_longer_prefixes_alone(attach: Attach) -> None:
+    """States are stored at few pages: a question for each of the others would count as a miss."""
+    pool, states = Pool(), Pool(page_size=1)
+    storage = attach(pool, mamba=states)
+    put(storage, pool, keys := keys_of("few states", COUNT))
+    put(storage, states, keys[3:4], 3, "mamba")
+    before = storage.all_counts()["mamba.lookups"]
+    trailing = Transfer("mamba", keys[-1:], hit_policy="trailing_pages")
+    assert storage.exists_in_all(keys[:4], [trailing]).pages == 4
+    assert storage.all_counts()["mamba.lookups"] == before
+    assert storage.exists_in_all(keys, [trailing]).pages == 4
+    assert storage.all_counts()["mamba.lookups"] == before + 1
+
+
 def test_cleared_pages_are_not_found_by_anybody(attach: Attach) -> None:
     """Not by an engine that has just found them either; what is stored afterwards is."""
     pool, other = Pool(), Pool()
