@@ -57,6 +57,9 @@ class _Source(Followed[Event]):
     """Namespace → its blocks."""
     left_ms: int = 0
     """When it last left."""
+    registered_epoch: int = 0
+    """The life that the registry names; 0: none. It may have a lower epoch than what the stream
+    still has of a life before, because the registry is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class TierViews:
         """Note that the registry names a source; if this life of it is unknown, ask it for a
         snapshot."""
         source = self._source_of(name, tier)
+        source.registered_epoch = epoch
         if not source.begin(epoch):
             if source.state is FollowState.GONE and epoch == source.epoch:
                 source.fall_behind(now_ms)
@@ -95,9 +99,12 @@ class TierViews:
     def take(self, event: Event, now_ms: int) -> list[Change]:
         """Take an event of a tier; returns what has changed."""
         source = self._source_of(event.source, event.tier)
-        if source.state is FollowState.GONE and event.epoch <= source.epoch:
+        believed = event.epoch == source.registered_epoch
+        is_late = event.epoch <= source.epoch and not believed
+        if source.state is FollowState.GONE and is_late:
             return []  # It was under way when the tier left: its blocks are gone.
-        changes = self._become(source, {}) if source.begin(event.epoch) else []
+        begun = source.begin(event.epoch, believed=believed)
+        changes = self._become(source, {}) if begun else []
         was_behind = source.state is FollowState.BEHIND
         verdict = source.take(event, now_ms, clears=isinstance(event, Cleared))
         if verdict in DROPPED:
@@ -117,7 +124,8 @@ class TierViews:
             return []
         if source.state is not FollowState.BEHIND:
             return []
-        if not source.accepts(reply.epoch, reply.seq):
+        is_lower = reply.epoch < source.epoch and reply.epoch == source.registered_epoch
+        if not is_lower and not source.accepts(reply.epoch, reply.seq):
             source.retry_later(now_ms)
             return []
         try:
@@ -126,6 +134,9 @@ class TierViews:
             self._drops["tier_malformed"] += 1
             source.retry_later(now_ms)
             return []
+        if is_lower:
+            source.begin(reply.epoch, believed=True)
+            source.fall_behind(now_ms)
         source.restore(reply.epoch, reply.seq, now_ms)
         assert source.epoch == reply.epoch, f"{source.name} is in {source.epoch}, not {reply.epoch}"
         return self._become(source, wanted) + self._apply_ready(source, now_ms)
@@ -142,7 +153,11 @@ class TierViews:
         Its events are ignored until it joins again, or begins another life.
         """
         source = self._sources.get(name)
-        if source is None or source.epoch > epoch:
+        if source is None:
+            return []
+        if source.registered_epoch == epoch:
+            source.registered_epoch = 0
+        if source.epoch > epoch:
             return []
         source.begin(epoch)
         source.leave()

@@ -11,12 +11,13 @@
                   joined again    └ GONE (holds nothing; the position stays)
 ```
 
-Events count by (epoch, seq). An epoch is a life of the source: a higher one begins with nothing
-held, and its first event has seq 1. Where a seq is missing the source is BEHIND: its events wait
-(bounded), and a snapshot is asked for, with growing pauses. What was missing comes by event, by
-snapshot, or by a clear of everything, which needs no history. GONE keeps the position, so that what
-an old life still has in the stream is not taken for news. What the owner holds then is less than
-the position says (`hollow`), and only a snapshot or a clear makes it so again.
+Events count by (epoch, seq). An epoch is a life of the source: a higher one (or one that the owner
+believes) begins with nothing held, and its first event has seq 1. Where a seq is missing the source
+is BEHIND: its events wait (bounded), and a snapshot is asked for, with growing pauses. What was
+missing comes by event, by snapshot, or by a clear of everything, which needs no history. GONE keeps
+the position, so that what an old life still has in the stream is not taken for news. What the owner
+holds then is less than the position says (`hollow`), and only a snapshot or a clear makes it so
+again.
 
 A stream that loses the last events leaves no hole: `lose` makes the source BEHIND. The next event
 proves that none is missing. A snapshot that flew at that time does not: it may have been made
@@ -144,9 +145,12 @@ class Followed(Generic[Item]):
 
     # ---- events ------------------------------------------------------------------------------
 
-    def begin(self, epoch: int) -> bool:
-        """Begin another life if `epoch` is one. True: what the life before held is gone."""
-        if epoch <= self.epoch:
+    def begin(self, epoch: int, *, believed: bool = False) -> bool:
+        """Begin another life if `epoch` is one. True: what the life before held is gone.
+
+        A lower epoch is one if it is `believed`: another registry counts from another start.
+        """
+        if epoch == self.epoch or (epoch < self.epoch and not believed):
             return False
         self.epoch, self.seq, self.heard = epoch, 0, 0
         self.waiting.clear()

@@ -44,8 +44,9 @@ from kvbm_index.core.messages import (
     Tick,
 )
 from kvbm_index.core.packed_batch import PARTS, PackedRemoved, PackedStored
-from kvbm_index.core.queries import Queries, Source
+from kvbm_index.core.queries import Queries
 from kvbm_index.core.snapshot_loader import SnapshotLoader
+from kvbm_index.core.sources import Source
 
 CLEARED = (Cleared, DecodedCleared)
 DROPPED = {
@@ -168,7 +169,7 @@ class IndexCore(Queries):
         self._applied.append((now_ms, event))
 
     def _on_event(self, event: AnyEvent, now_ms: int) -> None:
-        source = self._source_of(SourceKey(event.host, event.source), now_ms)
+        source = self._sources.made(SourceKey(event.host, event.source), now_ms)
         if source is None:
             self._drops["sources_full"] += 1
             return
@@ -229,6 +230,8 @@ class IndexCore(Queries):
         source = self._landed(SourceKey(snapshot.host, snapshot.source))
         if source is None or source.state is not FollowState.BEHIND:
             return
+        if snapshot.epoch < source.epoch and self._begin(source, snapshot.epoch):
+            self._fall_behind(source, now_ms)
         if not source.accepts(snapshot.epoch, snapshot.seq):
             self._drops["old_snapshot"] += 1
             source.retry_later(now_ms)
@@ -266,23 +269,32 @@ class IndexCore(Queries):
     # ---- lives -------------------------------------------------------------------------------
 
     def _on_joined(self, key: SourceKey, epoch: int, now_ms: int) -> None:
-        """Note a registered source; ask for a snapshot if a new life of it stays silent."""
+        """Note a registered source; ask for a snapshot if a new life of it stays silent.
+
+        A lower epoch may be a new life, or the late entry of an old one: the source says which.
+        """
         assert epoch >= 0, f"{key} has joined with epoch {epoch}"
-        source = self._source_of(key, now_ms)
+        source = self._sources.made(key, now_ms)
         if source is None:
             self._drops["sources_full"] += 1
             return
-        source.registered = True
-        if self._begin(source, epoch):
+        begun = self._begin(source, epoch)
+        source.registered, source.registered_epoch = True, epoch
+        source.unnamed_since_ms = None
+        if begun or epoch < source.epoch:
             self._fall_behind(source, now_ms + self._limits.settle_ms)
-        elif epoch == source.epoch and source.state is FollowState.GONE:
+        elif source.state is FollowState.GONE:
             self._fall_behind(source, now_ms)
 
     def _on_left(self, key: SourceKey, epoch: int, now_ms: int) -> None:
         assert epoch >= 0, f"{key} has left with epoch {epoch}"
         source = self._sources.get(key)
-        if source is not None and epoch >= source.epoch:
+        if source is None:
+            return
+        if epoch >= source.epoch:
             self._leave(source, now_ms)
+        elif source.believes(epoch):
+            source.registered, source.unregistered_since_ms = False, now_ms
 
     def _on_registry_read(self, now_ms: int) -> None:
         self._registry_read = True
@@ -322,7 +334,7 @@ class IndexCore(Queries):
             return
         self._looked_ms = now_ms
         self._asking = True
-        self._forget_old(now_ms)
+        self._sources.forget_old(now_ms)
         for source in self._sources.values():
             asked_at_ms = source.asked_at_ms
             if asked_at_ms is not None and (
@@ -334,15 +346,24 @@ class IndexCore(Queries):
             if self._registry_read and dead and source.state is not FollowState.GONE:
                 self._leave(source, now_ms)
                 is_tidy = False
+            elif source.is_doubtful(now_ms, self._limits.unregistered_ms):
+                self._fall_behind(source, now_ms)
         behind = any(source.state is FollowState.BEHIND for source in self._sources.values())
         self._is_quiet = is_tidy and not behind and not self._snapshots_flying
 
     def _begin(self, source: Source, epoch: int) -> bool:
-        """Return whether this is another life: then the old one's blocks are gone."""
-        begun = source.begin(epoch)
+        """Return whether this is another life: then the old one's blocks are gone.
+
+        Of lower epochs only that which the registry names is one.
+        """
+        is_lower = epoch < source.epoch
+        begun = source.begin(epoch, believed=source.believes(epoch))
         assert source.epoch >= epoch, f"{source.key} has not begun {epoch}"
         if begun:
             self._holdings.drop(source.key)
+            self._lower_epoch_count += is_lower
+            is_named = not source.registered or epoch == source.registered_epoch
+            source.unnamed_since_ms = None if is_named else self._now_ms
             assert source.epoch == epoch, f"{source.key} begins {epoch}, is in {source.epoch}"
             assert not self._holdings.of(source.key), f"{source.key} holds blocks of another life"
         return begun
@@ -359,40 +380,6 @@ class IndexCore(Queries):
         self._holdings.drop(source.key)
         assert source.state is FollowState.GONE, f"{source.key} is {source.state.name}"
         assert not self._holdings.of(source.key), f"{source.key} has left, and holds something"
-
-    def _source_of(self, key: SourceKey, now_ms: int) -> Source | None:
-        """Return the source, made if it is new; None: there are too many."""
-        source = self._sources.get(key)
-        if source is None:
-            if len(self._sources) >= self._limits.sources_max and not self._forget_gone():
-                return None
-            source = self._sources[key] = Source(
-                key, unregistered_since_ms=now_ms, limits=self._follow_limits
-            )
-        assert len(self._sources) <= self._limits.sources_max, f"{len(self._sources)} sources"
-        return source
-
-    def _forget_old(self, now_ms: int) -> None:
-        """Forget the sources that left long ago: engines come under new names."""
-        old = [
-            key
-            for key, source in self._sources.items()
-            if source.state is FollowState.GONE
-            and source.asked_at_ms is None
-            and now_ms - source.unregistered_since_ms > self._limits.gone_ms
-        ]
-        for key in old:
-            assert not self._holdings.of(key), f"{key} is gone, and holds something"
-            del self._sources[key]
-
-    def _forget_gone(self) -> bool:
-        """Make room: forget the source that was made first among those that are gone."""
-        for key, source in self._sources.items():
-            if source.state is FollowState.GONE and source.asked_at_ms is None:
-                assert not self._holdings.of(key), f"{key} is gone, and holds something"
-                del self._sources[key]
-                return True
-        return False
 
 
 def _holder_of(event: Received) -> HolderTuple:

@@ -178,6 +178,8 @@ class Statistics:
     snapshots_in_flight: int
     events: int
     snapshots: int
+    lower_epochs: int = 0
+    """Lives that began with a lower epoch than the one before, because the registry names them."""
     drops: Mapping[str, int] = field(default_factory=dict)
     """What was dropped, by reason."""
     buffered_most: int = 0

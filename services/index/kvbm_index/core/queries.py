@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
-from kvbm_common.tier.follow import Followed, FollowLimits, FollowState
+from kvbm_common.tier.follow import FollowLimits, FollowState
 from kvbm_common.wire.events import TIER_SOURCES, Removed, Stored, Tier
 from kvbm_common.wire.routes import RankedEngine
 from kvbm_common.wire.scores import PlaceScore
@@ -19,7 +18,6 @@ from kvbm_index.core.event_decoder import DecodedRemoved, DecodedStored, removed
 from kvbm_index.core.holdings import Holdings
 from kvbm_index.core.image import Image, SourceImage
 from kvbm_index.core.messages import (
-    AnyEvent,
     Holder,
     IndexView,
     Limits,
@@ -31,6 +29,7 @@ from kvbm_index.core.packed_batch import PackedRemoved, PackedStored
 from kvbm_index.core.requests import ReplyTooLarge
 from kvbm_index.core.routes import Prices, peer_parts, ranked
 from kvbm_index.core.scores import Part, scores
+from kvbm_index.core.sources import Sources
 
 EVERYTHING = DumpRequest()
 LOOKS_MAX = 65_536
@@ -38,15 +37,6 @@ LOOKS_MAX = 65_536
 STORY_EVENTS_MAX = 512
 """Applied events that are remembered for stories. More of them would push each other, and the
 holdings, out of the processor's caches."""
-
-
-@dataclass(slots=True)
-class Source(Followed[AnyEvent]):
-    """One source of events, registered or not: `follow.py` has the drawing of its states."""
-
-    key: SourceKey
-    registered: bool = False
-    unregistered_since_ms: int = 0
 
 
 class Queries:
@@ -59,7 +49,7 @@ class Queries:
             retry_ms=self._limits.retry_ms,
             retry_max_ms=self._limits.retry_max_ms,
         )
-        self._sources: dict[SourceKey, Source] = {}
+        self._sources = Sources(self._limits, self._follow_limits)
         self._holdings = Holdings()
         self._drops: Counter[str] = Counter()
         self._applied: deque[tuple[int, Received]] = deque(maxlen=STORY_EVENTS_MAX)
@@ -68,6 +58,7 @@ class Queries:
         self._stream = ""
         self._event_count = 0
         self._snapshot_count = 0
+        self._lower_epoch_count = 0
 
     @property
     def view(self) -> IndexView:
@@ -206,6 +197,7 @@ class Queries:
             snapshots_in_flight=flying,
             events=self._event_count,
             snapshots=self._snapshot_count,
+            lower_epochs=self._lower_epoch_count,
             drops=dict(self._drops),
         )
 

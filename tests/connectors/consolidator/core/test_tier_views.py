@@ -231,6 +231,44 @@ def test_an_empty_run_has_no_block() -> None:
     assert pairs_of(runs) == [(name, bytes(16))]
 
 
+def test_the_registered_life_is_believed_with_a_lower_epoch() -> None:
+    """The registry is another one, and counts from another start.
+
+    1. A tier joins. 2. The stream still has the last event of a life with a higher epoch. 3. The
+    registered life speaks.
+    """
+    before, disk, following = announcer(9), announcer(3), Following()
+    following.change(following.views.joined(DISK, "disk", 3, 0))
+    following.hear(before.cleared("start"), stored(before, 1))
+    assert following.held == {1}
+    following.hear(disk.cleared("start"), stored(disk, 2))
+    assert following.held == {2}
+
+
+def test_the_registered_life_answers_with_a_lower_epoch() -> None:
+    """The event of the life before leaves a gap; the tier of today answers, and goes on."""
+    before, disk, following = announcer(9), announcer(3), Following()
+    disk.cleared("start")
+    following.change(following.views.joined(DISK, "disk", 3, 0))
+    before.cleared("start")
+    following.hear(stored(before, 1))
+    assert following.views.ask(0) == [DISK]
+    following.change(following.views.snapshot(snapshot(disk, 2), 0))
+    assert following.held == {2}
+    following.hear(stored(disk, 3))
+    assert following.held == {2, 3}
+
+
+def test_an_event_of_a_life_that_has_left_the_registry_is_late() -> None:
+    disk, following = announcer(3), Following()
+    following.change(following.views.joined(DISK, "disk", 3, 0))
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    following.change(following.views.left(DISK, 3, 0))
+    following.hear(stored(disk, 2))
+    assert following.held == set()
+    assert following.views.is_current
+
+
 def test_what_a_life_had_is_told_in_parts() -> None:
     """1. A tier with many blocks begins another life: it has none. 2. No step tells of more than
     some. 3. What it has again meanwhile is not told of.
