@@ -46,6 +46,7 @@ PAGE_BYTES = 4096
 JOURNAL_SLACK = 4
 """One part of so many more: a journal goes on growing while its rewrite waits for its turn."""
 PROBE_BYTES = 4096
+SEALED_CURE = "set KVBM_DISK_KEYS or KVBM_DISK_KEYS_FILE, or delete the directory"
 MOVED_BYTES_MAX = 16 * 1024**3
 """Bytes moved when a store is made smaller: some ten seconds, in which it serves nothing."""
 
@@ -199,10 +200,8 @@ class Store:
         The journal says where blocks are, before the header says how many slots there are, before
         the file is shorter: an end in between is made good by the next life.
         """
-        new = header.resized(wanted)
-        moved_units_max = MOVED_BYTES_MAX // UNIT_BYTES
-        blocks = BlockColumns.of(found.blocks)
-        plan = resized(blocks, new.layout, moved_units_max=moved_units_max)
+        new, blocks = header.resized(wanted), BlockColumns.of(found.blocks)
+        plan = resized(blocks, new.layout, moved_units_max=MOVED_BYTES_MAX // UNIT_BYTES)
         try:
             unread = move_slots(self._path("slots"), plan.moves)
             kept, moves = plan.without(unread)
@@ -223,8 +222,8 @@ class Store:
             len(kept), len(moves), len(unread), len(blocks) - len(kept) - len(unread),
         )  # fmt: skip
         moved_bytes = sum(move.units for move in moves) * UNIT_BYTES
-        next_order = found.next_order + len(records)
-        return Replay(kept, next_order, len(records), found.damaged, moved_bytes)
+        order, count = found.next_order, len(records)
+        return Replay(kept, order + count, count, found.damaged, moved_bytes)
 
     def _cut_off(self, header: Header) -> None:
         """Give back the space behind the last slot; raises OSError."""
@@ -236,7 +235,10 @@ class Store:
         return self.options.directory, new.slot_count, old.slot_count
 
     def _refusal(self, header: Header) -> str:
-        """Return why a store cannot be used as it is; empty: it can."""
+        """Return why an empty store takes this one's place; empty: it can be used.
+
+        Raises StoreError for a sealed one without keys.
+        """
         if self.outdated:
             return (
                 f"it has format {header.format}, and this release has format {FORMAT}; an empty "
@@ -244,8 +246,11 @@ class Store:
             )
         if header.damage:
             return f"its header has {header.damage}"
+        if header.cipher and not self.options.cipher:
+            where = self.options.directory
+            raise StoreError(f"the store in {where} is sealed, and no keys are set: {SEALED_CURE}")
         if header.cipher != self.options.cipher:
-            return f"its cipher is {header.cipher or 'none'}, not {self.options.cipher or 'none'}"
+            return f"its cipher is {header.cipher or 'absent'}, not {self.options.cipher}"
         try:
             wanted = self._slot_count(header.slot_bytes)
         except StoreError as error:
@@ -263,8 +268,7 @@ class Store:
         """
         self.acquire()
         self._close_files()
-        slot_count = self._slot_count(slot_bytes)
-        header = Header.of(slot_bytes, slot_count, self.options.cipher)
+        header = Header.of(slot_bytes, self._slot_count(slot_bytes), self.options.cipher)
         try:
             self._path(HEADER).unlink(missing_ok=True)
             self._journal.remove()
@@ -300,8 +304,7 @@ class Store:
 
         The first `kept` bytes stay as they are.
         """
-        path = self._path("slots")
-        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        fd = open_own(self._path("slots"), os.O_RDWR | os.O_CREAT)
         try:
             file_system = os.statvfs(self.options.directory)
             free = file_system.f_bavail * file_system.f_frsize + os.fstat(fd).st_blocks * 512
@@ -330,9 +333,7 @@ class Store:
             os.ftruncate(fd, size)
 
     def _open_files(self, header: Header, *, journal_bytes: int) -> None:
-        flags = os.O_RDWR
-        if self.options.direct:
-            flags |= os.O_DIRECT
+        flags = os.O_RDWR | (os.O_DIRECT if self.options.direct else 0)
         try:
             self.fd = open_own(self._path("slots"), flags)
             self._journal.open(journal_bytes, self._journal_bytes(header))
@@ -395,6 +396,5 @@ class Store:
         return failures[0], failures[1]
 
     def _probe_read(self) -> None:
-        page = mmap.mmap(-1, PROBE_BYTES)
-        if os.preadv(self.fd, [page], 0) < PROBE_BYTES:
+        if os.preadv(self.fd, [mmap.mmap(-1, PROBE_BYTES)], 0) < PROBE_BYTES:
             raise OSError(errno.EIO, "the file of slots is shorter than it was")

@@ -14,7 +14,7 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.tier.slots import Block
 from kvbm_disk_tier.core.messages import ReadDone, ReadFailed, StoreOpened, WriteFailed, Written
 from kvbm_disk_tier.shell.cipher import BadKeys, Keys, seal, unseal
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import SEALED_CURE, Store, StoreError, StoreOptions
 from kvbm_disk_tier.shell.store_header import CIPHER, EXTRA_BYTES
 from msgspec.structs import replace
 
@@ -203,6 +203,22 @@ def test_a_store_with_another_cipher_is_not_read(tmp_path: Path) -> None:
     store = Store(options)
     assert store.recover() is not None
     store.close()
+
+
+def test_a_sealed_store_is_not_replaced_while_there_are_no_keys(tmp_path: Path) -> None:
+    """One start without the variable must not cost the cache. 1. A sealed store. 2. A life without
+    keys: refused, each time. 3. The keys are back, and so is the store."""
+    plain = StoreOptions(directory=tmp_path, capacity_bytes=0, slot_count=2)
+    store = Store(dataclasses.replace(plain, cipher=CIPHER))
+    store.create(4096)
+    store.close()
+    before = (tmp_path / "header").read_bytes()
     store = Store(plain)
-    assert store.recover() is None
+    for _ in range(2):
+        with pytest.raises(StoreError, match=f"is sealed, and no keys are set: {SEALED_CURE}"):
+            store.recover()
+    store.close()
+    assert (tmp_path / "header").read_bytes() == before
+    store = Store(dataclasses.replace(plain, cipher=CIPHER))
+    assert store.recover() is not None
     store.close()
