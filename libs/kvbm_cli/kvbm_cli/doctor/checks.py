@@ -13,7 +13,8 @@ from kvbm_common.config.settings import Settings
 
 from kvbm_cli.doctor.access_checks import access_checks
 from kvbm_cli.doctor.finding import Finding
-from kvbm_cli.doctor.host import DiskFacts, Facts
+from kvbm_cli.doctor.host import DiskFacts, Facts, LeftStore
+from kvbm_cli.doctor.left_stores import is_own
 
 NATS_PAYLOAD_BYTES = 8 * 1024 * 1024
 """Our largest message; the nats-server that we start allows it, too (embedded_server.py)."""
@@ -175,19 +176,28 @@ def _between_processes(facts: Facts, _settings: Settings) -> Iterator[Finding]:
 
 
 def _disks(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    if not settings.disk_cache_bytes:
-        return
-    share = settings.disk_cache_bytes // max(1, len(facts.disks))
+    slots, share = settings.disk_cache_override_num_blocks or 0, 0
+    if not slots:  # How long a block is, an engine will say.
+        share = settings.disk_cache_bytes // max(1, len(facts.disks))
     for disk in facts.disks:
-        yield _disk(disk, share, settings)
-        for store in disk.left:
-            yield Finding(
-                f"store {store.path}",
-                "better",
-                f"{_size(store.bytes)} of another host's name, which no disk tier uses",
-                "Was this host renamed? Set KVBM_HOST to the old name to keep the blocks, or "
-                "delete the directory.",
-            )
+        if slots or share:
+            yield _disk(disk, share, settings)
+        yield from (_left(store, settings) for store in disk.left)
+
+
+def _left(store: LeftStore, settings: Settings) -> Finding:
+    found = "of another host's name, which no disk tier uses"
+    advice = (
+        "Was this host renamed? Set KVBM_HOST to the old name to keep the blocks, or delete the "
+        "directory."
+    )
+    if is_own(store, settings):
+        found = "that no disk tier of these settings uses"
+        advice = (
+            "Set DYN_KVBM_DISK_CACHE_DIR (its order counts), KVBM_HOST and the size as before to "
+            "keep the blocks, or delete the directory."
+        )
+    return Finding(f"store {store.path}", "better", f"{_size(store.bytes)} {found}", advice)
 
 
 def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
@@ -197,7 +207,7 @@ def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
             name, "wrong", disk.error, "Make the directory, owned by the services' user."
         )
     has_room = disk.free_bytes + disk.own_bytes
-    found = f"{_size(has_room)} for {_size(share)}"
+    found = f"{_size(has_room)} for {_size(share) if share else 'its blocks'}"
     if has_room < share:
         return Finding(name, "wrong", found, "A smaller DYN_KVBM_DISK_CACHE_GB or a larger disk.")
     if not disk.direct and not settings.disk_disable_o_direct:

@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
 
+from kvbm_common.config.settings import Settings
+
 from kvbm_cli.doctor.host import DiskFacts
 from kvbm_cli.doctor.left_stores import left_stores
 
@@ -16,7 +18,7 @@ BLOCK_BYTES = 4096
 """What O_DIRECT is tried with: the alignment of our slots."""
 
 
-def disk_facts(directory: Path, store: Path, host: str) -> DiskFacts:
+def disk_facts(directory: Path, store: Path, settings: Settings) -> DiskFacts:
     """Look at a directory for a disk, below which a tier opens `store` or makes it."""
     # A store is tried itself: its tier needs no right beside it.
     place = _nearest(store)
@@ -32,11 +34,11 @@ def disk_facts(directory: Path, store: Path, host: str) -> DiskFacts:
     return DiskFacts(
         path=directory,
         free_bytes=free_bytes(place),
-        own_bytes=own_bytes(directory, host),
+        own_bytes=own_bytes(directory, settings.host),
         direct=_direct_works(place),
         allocates=allocates,
         will_be_made=not directory.exists(),
-        left=left_stores(directory, host),
+        left=left_stores(directory, settings),
     )
 
 

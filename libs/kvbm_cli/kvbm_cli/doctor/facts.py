@@ -200,7 +200,7 @@ def _disks(settings: Settings) -> tuple[DiskFacts, ...]:
     instances = instances_of("disk-tier", settings)
     pairs = zip(settings.disk_cache_dirs, instances, strict=True)
     return tuple(
-        disk_facts(directory, settings.disk_store(directory, instance), settings.host)
+        disk_facts(directory, settings.disk_store(directory, instance), settings)
         for directory, instance in pairs
     )
 

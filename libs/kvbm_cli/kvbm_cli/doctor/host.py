@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LeftStore:
-    """A disk tier's store of another host's name that no process uses."""
+    """A disk tier's store that neither the settings nor a process use."""
 
     path: Path
     bytes: int

@@ -1,4 +1,5 @@
-"""Stores of other names beside this host's: what a host leaves behind that gets another name."""
+"""Stores that no disk tier of the settings uses: what a host leaves behind that gets another name,
+other directories, or another order of them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import fcntl
 import os
 from pathlib import Path
 
+from kvbm_common.config.settings import Settings
+
 from kvbm_cli.doctor.host import LeftStore
+from kvbm_cli.layout import processes_of
 
 JOURNAL = "journal"
 """A directory with this file is a disk tier's store."""
@@ -15,15 +19,33 @@ STORES_MAX = 1_000
 """Directories that are looked at."""
 
 
-def left_stores(directory: Path, host: str) -> tuple[LeftStore, ...]:
-    """Return the stores of other hosts' names in a directory that no process uses now."""
+def left_stores(directory: Path, settings: Settings) -> tuple[LeftStore, ...]:
+    """Return the stores in a directory that neither these settings nor a process now use."""
     try:
         names = sorted(name for name in os.listdir(directory) if name.startswith("kvbm-"))
     except OSError:
         return ()
-    others = [name for name in names if not name.startswith(f"kvbm-{host}-")][:STORES_MAX]
+    used = _used(directory, settings)
+    others = [name for name in names if name not in used][:STORES_MAX]
     paths = (directory / name for name in others)
     return tuple(LeftStore(path, _bytes(path)) for path in paths if _is_left(path))
+
+
+def is_own(store: LeftStore, settings: Settings) -> bool:
+    """Tell whether a left store has this host's name, as after another order of directories."""
+    return store.path.name.startswith(f"kvbm-{settings.host}-")
+
+
+def _used(directory: Path, settings: Settings) -> set[str]:
+    """Return the names of the stores that disk tiers of these settings have in a directory."""
+    if not settings.disk_cache_gb and not settings.disk_cache_override_num_blocks:
+        return set()
+    place = str(directory)
+    return {
+        f"kvbm-{settings.host}-{own.get('KVBM_INSTANCE', settings.instance)}"
+        for own in processes_of("disk-tier", settings).values()
+        if own.get("DYN_KVBM_DISK_CACHE_DIR", place) == place
+    }
 
 
 def _is_left(path: Path) -> bool:

@@ -174,16 +174,60 @@ def test_a_store_of_a_former_name_is_named_with_its_size(tmp_path: Path) -> None
             (tmp_path / directory / "journal").write_bytes(b"1" * 8192)
     (tmp_path / "kvbm-file").write_bytes(b"")
     locked = lock_directory(tmp_path / "kvbm-used-0")
-    left = left_stores(tmp_path, "new")
+    left = left_stores(tmp_path, settings(host="new", disk_cache_dirs=str(tmp_path)))
     locked += lock_directory(tmp_path / "kvbm-old-0")  # The doctor holds nothing.
     for fd in locked:
         os.close(fd)
-    assert left_stores(tmp_path / "missing", "new") == ()
+    assert left_stores(tmp_path / "missing", settings()) == ()
     assert [(store.path.name, store.bytes >= 8192) for store in left] == [("kvbm-old-0", True)]
     facts = dataclasses.replace(HEALTHY, disks=(dataclasses.replace(DISK, left=left),))
     [finding] = judged(facts)
     assert finding.check == f"store {tmp_path}/kvbm-old-0"
     assert finding.level == "better"
+    assert "KVBM_HOST" in finding.advice
+
+
+def store_in(directory: Path, name: str) -> Path:
+    """Make what is left of a disk tier's store."""
+    (directory / name).mkdir(parents=True)
+    (directory / name / "journal").write_bytes(b"1")
+    return directory / name
+
+
+def test_stores_of_this_host_that_no_disk_tier_uses_are_named(tmp_path: Path) -> None:
+    """1. The directories are swapped: each holds the other's store. 2. A former name begins with
+    this host's. 3. The directories as they were: only the former name's is left."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    own = store_in(first, "kvbm-node-0"), store_in(second, "kvbm-node-0-1")
+    former = store_in(first, "kvbm-node-1-0")
+    swapped = settings(host="node", disk_cache_dirs=f"{second},{first}")
+    assert [one.path for one in left_stores(first, swapped)] == [own[0], former]
+    assert [one.path for one in left_stores(second, swapped)] == [own[1]]
+    [facts] = [dataclasses.replace(DISK, left=left_stores(second, swapped))]
+    [finding] = judged(dataclasses.replace(HEALTHY, disks=(facts,)), swapped)
+    assert (finding.check, finding.level) == (f"store {own[1]}", "better")
+    assert "its order counts" in finding.advice
+    in_order = settings(host="node", disk_cache_dirs=f"{first},{second}")
+    assert [one.path for one in left_stores(first, in_order)] == [former]
+    assert left_stores(second, in_order) == ()
+
+
+def test_disks_are_looked_at_where_the_size_is_in_blocks_or_zero(tmp_path: Path) -> None:
+    """In blocks: all but the room is judged. Zero: what was used before is named."""
+    broken = dataclasses.replace(
+        HEALTHY, disks=(DiskFacts(path=Path("/nvme"), error="not a place"),)
+    )
+    in_blocks = settings(disk_cache_gb=0, disk_cache_override_num_blocks=1000)
+    [finding] = judged(broken, in_blocks)
+    assert (finding.check, finding.found) == ("disk /nvme", "not a place")
+    small = dataclasses.replace(DISK, free_bytes=1)
+    in_both = settings(disk_cache_override_num_blocks=1000)
+    assert judged(dataclasses.replace(HEALTHY, disks=(small,)), in_both) == []
+    store = store_in(tmp_path, "kvbm-node-0")
+    without = settings(host="node", disk_cache_gb=0, disk_cache_dirs=str(tmp_path))
+    left = dataclasses.replace(DISK, left=left_stores(tmp_path, without))
+    [finding] = judged(dataclasses.replace(HEALTHY, disks=(left,)), without)
+    assert finding.check == f"store {store}"
 
 
 def test_settings_excuse() -> None:

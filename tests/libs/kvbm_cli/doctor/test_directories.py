@@ -34,7 +34,8 @@ def gathered(tmp_path: Path, *directories: Path) -> tuple[Facts, Settings]:
 
 def looked_at(directory: Path) -> DiskFacts:
     """Return what the doctor finds of a directory for the only disk tier of the host `h`."""
-    return disk_facts(directory, directory / "kvbm-h-0", "h")
+    settings = Settings.load({}, {"disk_cache_dirs": str(directory), "host": "h"})
+    return disk_facts(directory, directory / "kvbm-h-0", settings)
 
 
 def store_in(directory: Path, mode: int = 0o700) -> Path:
