@@ -297,6 +297,7 @@ async def _stay_up(stack: Stack) -> None:
 
 
 def _print_stack(stack: Stack, seconds: float) -> None:
+    from kvbm_cli.doctor.left_stores import unused_stores
     from kvbm_cli.layout import without_size
 
     rows = [["nats", str(stack.pids.get("nats", "–")), stack.nats_url]]
@@ -304,6 +305,7 @@ def _print_stack(stack: Stack, seconds: float) -> None:
     print_table(("service", "pid", "where"), rows)
     for line in (
         *without_size(stack.settings),
+        *unused_stores(stack.settings),
         f"credentials are in {stack.settings.creds_dir}; kvbm creds lists them",
         f"ready in {seconds:.1f} s; Ctrl-C stops",
     ):

@@ -36,6 +36,16 @@ def is_own(store: LeftStore, settings: Settings) -> bool:
     return store.path.name.startswith(f"kvbm-{settings.host}-")
 
 
+def unused_stores(settings: Settings) -> list[str]:
+    """Return a line for each store of this host's name that its disk tiers do not use."""
+    return [
+        f"{store.path} is not used: the order of DYN_KVBM_DISK_CACHE_DIR says which store is whose"
+        for directory in settings.disk_cache_dirs
+        for store in left_stores(directory, settings)
+        if is_own(store, settings)
+    ]
+
+
 def _used(directory: Path, settings: Settings) -> set[str]:
     """Return the names of the stores that disk tiers of these settings have in a directory."""
     if not settings.disk_cache_gb and not settings.disk_cache_override_num_blocks:

@@ -15,7 +15,7 @@ from kvbm_cli.doctor.checks import examine
 from kvbm_cli.doctor.facts import engines_of, gather
 from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
-from kvbm_cli.doctor.left_stores import left_stores
+from kvbm_cli.doctor.left_stores import left_stores, unused_stores
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.processes import free_port
@@ -203,6 +203,9 @@ def test_stores_of_this_host_that_no_disk_tier_uses_are_named(tmp_path: Path) ->
     swapped = settings(host="node", disk_cache_dirs=f"{second},{first}")
     assert [one.path for one in left_stores(first, swapped)] == [own[0], former]
     assert [one.path for one in left_stores(second, swapped)] == [own[1]]
+    assert [line.split()[0] for line in unused_stores(swapped)] == [
+        str(path) for path in (own[1], own[0], former)
+    ]
     [facts] = [dataclasses.replace(DISK, left=left_stores(second, swapped))]
     [finding] = judged(dataclasses.replace(HEALTHY, disks=(facts,)), swapped)
     assert (finding.check, finding.level) == (f"store {own[1]}", "better")
