@@ -30,6 +30,8 @@ CLEARED: Counter[Path] = Counter()
 alone."""
 SEEN: set[Path] = set()
 """Files that this process has read."""
+RUN = "SGLANG_RUN_ID"
+"""A variable that SGLang draws for each engine before it starts the ranks' processes."""
 IN_MEMORY = (0, 0)
 """The stamp of a generation without a file."""
 
@@ -47,10 +49,14 @@ def unwritable(state_dir: Path) -> str:
 
 
 def life_of_engine() -> bytes:
-    """Return the same bytes in all ranks' processes of an engine: its first process began them.
+    """Return the same bytes in all ranks' processes of an engine, and in no other engine.
 
-    Where that process cannot be seen, the life of this process: no page of another is found then.
+    SGLang draws a number for each run of an engine. Without one, its first process began them: not
+    so with Ray, whose processes begin several engines. Where that process cannot be seen, the life
+    of this process: no page of another is found then.
     """
+    if run := os.environ.get(RUN):
+        return hashlib.blake2b(run.encode(), digest_size=8).digest()
     parent = os.getppid()
     try:
         began = Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[19]

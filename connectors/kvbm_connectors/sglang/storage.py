@@ -273,7 +273,10 @@ class Storage:
         if policy == TRAILING_PAGES:
             entry = self._pools[name]
             window = max(1, len(transfer.keys or ()))
-            return trailing_lengths(entry.store.present(entry.names(keys), window), window)
+            # Ranks intersect their lengths: the longest one of each may be none of all.
+            ranks = self._config.tp_size * self._config.pp_size * self._config.attn_cp_size
+            found = entry.store.present(entry.names(keys), window, every=ranks > 1)
+            return trailing_lengths(found, window)
         raise UnknownPool(f"pool {name!r} has the hit policy {policy!r}")
 
     def _took(self, what: str, pages: int, block_bytes: int, started_s: float) -> None:

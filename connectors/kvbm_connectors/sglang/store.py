@@ -184,11 +184,14 @@ class Store:
         self._hold(held)
         return scheduler.lookup(held.request, held.names, hurry=False) is None
 
-    def present(self, names: Sequence[SequenceHash], window: int = 1) -> list[bool]:
+    def present(
+        self, names: Sequence[SequenceHash], window: int = 1, *, every: bool = True
+    ) -> list[bool]:
         """Return for each of these pages, by itself, whether it can be had now.
 
-        Of pages that are not listed, those are asked for that a prefix needs which is longer than
-        the longest one known, from the end on: each question that finds nothing counts as a miss.
+        Unless it asks for `every` page, of those that are not listed only those are asked for that
+        a prefix needs which is longer than the longest one known, from the end on: each question
+        that finds nothing counts as a miss.
         """
         assert window > 0, f"a window of {window} pages"
         if not names:
@@ -199,7 +202,7 @@ class Store:
             found = self._known.which(names, scheduler.welcome, epoch=epoch)
         self.counts["known_pages"] += sum(found)
         for end in range(len(names), 0, -PRESENT_MAX):
-            longest = max(trailing_lengths(found, window), default=0)
+            longest = 0 if every else max(trailing_lengths(found, window), default=0)
             if longest >= min(len(names), end + window - 1):
                 break
             begin = max(0, end - PRESENT_MAX, longest - window + 1)

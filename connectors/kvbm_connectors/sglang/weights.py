@@ -24,13 +24,12 @@ from kvbm_connectors.client.weights import (
 )
 from kvbm_connectors.client.weights import revision_of as revision_of_path
 from kvbm_connectors.sglang.adapters import adapters_of
+from kvbm_connectors.sglang.generation import RUN
 from kvbm_connectors.sglang.harmless import HARMLESS
 from kvbm_connectors.sglang.variables import OWN_MODELS, refuse_modelscope, variables_of
 
 ATTACHMENTS = itertools.count(1)
 """Storages that were attached while this process serves: SGLang attaches one in each rank."""
-RUN = "SGLANG_RUN_ID"
-"""A variable that SGLang draws for each engine before it starts the ranks' processes."""
 LIFE = secrets.token_hex(8)
 """The life of this rank's process, where an engine has drawn none."""
 LOCAL = frozenset({

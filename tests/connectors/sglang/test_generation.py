@@ -99,6 +99,15 @@ def test_processes_of_one_parent_have_the_life_of_an_engine() -> None:
     assert other not in ranks
 
 
+def test_engines_of_one_parent_have_lives_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's process begins several: each has the number that SGLang draws for it."""
+    lives = []
+    for run in ("one", "two", "one"):
+        monkeypatch.setenv("SGLANG_RUN_ID", run)
+        lives.append(life_of_engine())
+    assert lives[0] == lives[2] != lives[1]
+
+
 def test_an_engine_whose_first_process_is_hidden_has_the_life_of_this_process() -> None:
     with patch.object(os, "getppid", return_value=0):
         assert life_of_engine() == generation.LIFE

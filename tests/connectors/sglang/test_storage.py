@@ -238,6 +238,18 @@ def test_a_state_pool_is_asked_for_longer_prefixes_alone(attach: Attach) -> None
     assert storage.all_counts()["mamba.lookups"] == before + 1
 
 
+def test_a_state_pool_of_several_ranks_is_asked_for_every_prefix(attach: Attach) -> None:
+    """Ranks intersect the lengths that they have: a shorter one may be the longest of all."""
+    pool, states = Pool(), Pool(page_size=1)
+    storage = attach(pool, Config(tp_size=2), mamba=states)
+    put(storage, pool, keys := keys_of("ranks", COUNT))
+    put(storage, states, keys[3:4], 3, "mamba")
+    before = storage.all_counts()["mamba.lookups"]
+    trailing = Transfer("mamba", keys[-1:], hit_policy="trailing_pages")
+    assert storage.exists_in_all(keys, [trailing]).pages == 4
+    assert storage.all_counts()["mamba.lookups"] == before + COUNT - 1
+
+
 def test_cleared_pages_are_not_found_by_anybody(attach: Attach) -> None:
     """Not by an engine that has just found them either; what is stored afterwards is."""
     pool, other = Pool(), Pool()

@@ -50,6 +50,9 @@ PREVIOUS = "previous.json"
 LAYOUT = "layout.json"
 CONFIGURATION = "nats-server.conf"
 MEMORY_BYTES = 64 * 1024 * 1024
+SERVER_STORE_BYTES = 1 << 50
+"""More than all accounts have, whose own bounds count. nats-server refuses to reload a
+configuration in which this number is smaller, and all that came with it."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +239,7 @@ def configuration_of(
         "max_payload": PAYLOAD_BYTES_MAX,
         "jetstream": {
             "store_dir": layout.store_dir,
-            "max_file_store": store_bytes * len(layout.tenants),
+            "max_file_store": SERVER_STORE_BYTES,
         },
         "accounts": accounts | {SYSTEM: {}},
         "system_account": SYSTEM,

@@ -116,7 +116,7 @@ def test_larger_streams_have_room(host: Host) -> None:
 
     def room() -> int:
         text = host.files()["nats/nats-server.conf"]
-        return int(json.loads(text)["jetstream"]["max_file_store"])
+        return int(json.loads(text)["accounts"]["kvbm"]["jetstream"]["max_file"])
 
     before = room()
     host.run(KVBM_EVENTS_GB="10")

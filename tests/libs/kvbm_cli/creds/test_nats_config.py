@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import StreamLimits
 from kvbm_common.runtime.processes import free_port
 
-from tests.security.guarded_nats import guarded_nats
+from tests.security.guarded_nats import GuardedNats, guarded_nats
 from tests.waiting import ask_until, wait_until
 
 REPOSITORY = Path(__file__).parents[4]
@@ -179,10 +180,17 @@ async def test_another_number_of_partitions_step_by_step(tmp_path: Path) -> None
                     nats.write(streams=StreamLimits(partitions=3))
                 for spec in {*one.partitioned.streams} - {*two.partitioned.streams}:
                     await call_api(admin, f"STREAM.DELETE.{spec.name}")
+            before = configuration_in(nats)["jetstream"]
             nats.write(drop_old=True)
-            configuration = json.loads((nats.directory / "server/nats-server.conf").read_text())
-            account = configuration["accounts"]["kvbm"]
+            account = configuration_in(nats)["accounts"]["kvbm"]
             assert account["jetstream"]["max_streams"] == len(two.partitioned.streams)
+            # nats-server reloads nothing where its own bound falls.
+            assert configuration_in(nats)["jetstream"] == before
+
+
+def configuration_in(nats: GuardedNats) -> Any:
+    """Return the server's configuration as it is written."""
+    return json.loads((nats.directory / "server/nats-server.conf").read_text())
 
 
 async def refuses(access: NatsAccess) -> bool:
