@@ -116,7 +116,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         if not before.hosts or now == earlier[0]:
             return self
         if len(earlier) > 1 and now not in earlier:
-            accepted = f"{earlier[0]} or {earlier[1]}: --drop-old ends the change between them"
+            accepted = f"{earlier[0]} or {earlier[1]}: --drop-old with one of them ends the change"
             raise ConfigError("KVBM_INDEX_PARTITIONS", now, accepted)
         return msgspec.structs.replace(self, partitions_before=earlier[0])
 
