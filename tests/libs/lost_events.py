@@ -13,7 +13,9 @@ from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
-Move = Literal["said", "waits", "lost", "notice", "flap", "answered", "lands"]
+Move = Literal[
+    "said", "waits", "clear waits", "life waits", "lost", "notice", "flap", "answered", "lands"
+]
 NAMESPACE = bytes(32)
 
 
@@ -24,7 +26,7 @@ def block(number: int) -> Block:
 
 
 class Follower(ABC):
-    """An owner of followed sources, with one source; each event says one block more."""
+    """An owner of followed sources, with one source; most events say one block more."""
 
     source = "disk-tier-0"
     tier: Tier = "disk"
@@ -33,11 +35,14 @@ class Follower(ABC):
         self.asked = False
         """Whether the owner waits for a snapshot."""
         self.now_ms = 0
+        self.epoch = 1
+        """The life of the source."""
         self._announcer = Announcer(host="h", source=self.source, tier=self.tier, epoch=1)
         self._answer: SnapshotReply | None = None
         self._waiting: list[Event] = []
         self._is_noticed = True
-        self._count = 0
+        self._first = self._count = 0
+        """The source holds the blocks from the first to the second number."""
         self.hear(self._announcer.cleared("start"))
         self.hear(self._say())
 
@@ -92,7 +97,7 @@ class Follower(ABC):
                 break
             self.wait()
         assert self.is_current(), moves
-        wanted = {block(number).hash for number in range(self._count)}
+        wanted = {one.hash for one in self._blocks()}
         assert self.held() == wanted, (moves, sorted(wanted - self.held()))
 
     def _move(self, move: Move) -> bool:
@@ -103,6 +108,14 @@ class Follower(ABC):
                 self.hear(self._say())
             case "waits":
                 self._waiting.append(self._say())
+            case "clear waits":
+                self._waiting.append(self._clear("flush"))
+            case "life waits":
+                self.epoch += 1
+                self._announcer = Announcer(
+                    host="h", source=self.source, tier=self.tier, epoch=self.epoch
+                )
+                self._waiting.append(self._clear("start"))
             case "lost":
                 self._say()
                 self._is_noticed = False
@@ -114,8 +127,7 @@ class Follower(ABC):
                 self.hear(self._say())
                 self.join()
             case "answered" if self.asked and self._answer is None:
-                blocks = [block(number) for number in range(self._count)]
-                self._answer = self._announcer.snapshot(blocks)
+                self._answer = self._announcer.snapshot(self._blocks())
             case "lands" if self._answer is not None:
                 answer, self._answer, self.asked = self._answer, None, False
                 self.land(answer)
@@ -127,6 +139,13 @@ class Follower(ABC):
         [event] = self._announcer.stored([block(self._count)])
         self._count += 1
         return event
+
+    def _clear(self, reason: str) -> Event:
+        self._first = self._count
+        return self._announcer.cleared(reason)
+
+    def _blocks(self) -> list[Block]:
+        return [block(number) for number in range(self._first, self._count)]
 
     def _notice(self) -> None:
         """Say that events may be lost: ahead of those that wait in the owner's inbox."""

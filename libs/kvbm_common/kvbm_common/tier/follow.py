@@ -21,7 +21,9 @@ again.
 
 A stream that loses the last events leaves no hole: `lose` makes the source BEHIND. The next event
 proves that none is missing. A snapshot that flew at that time does not: it may have been made
-before the loss. It is taken, the source stays BEHIND, and another one is asked for.
+before the loss. It is taken, the source stays BEHIND, and another one is asked for. Where the
+notice overtakes events (`loss_overtakes`), they prove nothing, not even a clear or a new life: the
+source is `unproven` until a snapshot comes that was asked for after the loss.
 
 The owner decides what an event does to what it holds, who asks, and where an answer goes:
 
@@ -133,6 +135,8 @@ class Followed(Generic[Item]):
     """Whether less is held than the position says: then no event may be applied on top."""
     loss_overtakes: bool = False
     """Whether `lose` may come before events that are older than the loss: they prove nothing."""
+    unproven: bool = False
+    """Whether events may be lost behind everything that was heard: only a snapshot can tell."""
     doubted: int = 0
     """The first event that may be lost and leave no hole; 0: none."""
     asked_at_ms: int | None = None
@@ -148,7 +152,8 @@ class Followed(Generic[Item]):
     def begin(self, epoch: int, *, believed: bool = False) -> bool:
         """Begin another life if `epoch` is one. True: what the life before held is gone.
 
-        A lower epoch is one if it is `believed`: another registry counts from another start.
+        A lower epoch is one if it is `believed`: another registry counts from another start. A
+        life that begins unproven is BEHIND, and asked at once: its events may be lost, too.
         """
         if epoch == self.epoch or (epoch < self.epoch and not believed):
             return False
@@ -157,6 +162,9 @@ class Followed(Generic[Item]):
         self.hollow, self.attempts, self.doubted = False, 0, 0
         self._move("began")
         assert self.state is FollowState.CURRENT, f"{self}: a life begins with what it says"
+        if self.unproven:
+            self.hollow = True
+            self.fall_behind(0)
         return True
 
     def take(self, event: Item, now_ms: int, *, clears: bool = False) -> Verdict:
@@ -191,7 +199,7 @@ class Followed(Generic[Item]):
             assert event.epoch == self.epoch, f"{self}: an event of epoch {event.epoch} waited"
             yield event
             if not self.hollow:
-                self.seq = event.seq
+                self.seq, self.hollow = event.seq, self.unproven
                 self._catch_up()
 
     def refuse(self, now_ms: int) -> None:
@@ -213,12 +221,13 @@ class Followed(Generic[Item]):
         A source that is GONE stays so.
         """
         self.outdated = self.asked_at_ms is not None
+        if self.loss_overtakes:
+            self.unproven = self.hollow = True
         if self.state is FollowState.GONE:
             return
         self.fall_behind(ask_at_ms)
         self.ask_at_ms = ask_at_ms if self.outdated else min(self.ask_at_ms, ask_at_ms)
         self.doubted = max(self.seq, self.heard) + 1
-        self.hollow = self.hollow or self.loss_overtakes
         assert self.state is FollowState.BEHIND, f"{self}: it believes a stream that lost events"
 
     def leave(self) -> None:
@@ -259,6 +268,7 @@ class Followed(Generic[Item]):
         """
         assert self.state is FollowState.BEHIND, "a snapshot of a source that misses nothing"
         outdated, self.outdated = self.outdated, False
+        self.unproven = outdated and self.loss_overtakes
         begun = self.begin(epoch)
         if outdated:
             self.fall_behind(now_ms)
@@ -266,7 +276,7 @@ class Followed(Generic[Item]):
             self.retry_later(now_ms)
         self.doubted = max(seq, self.heard) + 1 if outdated else 0
         self._jump(seq)
-        self.hollow = outdated and self.loss_overtakes
+        self.hollow = self.unproven
         assert not outdated or self.state is FollowState.BEHIND, f"{self}: a snapshot of before"
 
     def retry_later(self, now_ms: int) -> None:
@@ -285,6 +295,7 @@ class Followed(Generic[Item]):
         assert all(seq > self.seq for seq in self.waiting), f"{self}: an old event waits"
         assert self.hollow or self.seq + 1 not in self.waiting, f"{self}: the next event waits"
         assert self.state is not FollowState.CURRENT or not self.hollow, f"{self}: hollow"
+        assert self.hollow or not self.unproven, f"{self}: it believes a stream that lost events"
         has_all = self.seq >= max(self.heard, self.doubted)
         assert self.state is not FollowState.CURRENT or has_all, f"{self}: missed"
         assert all(event.epoch == self.epoch for event in self.waiting.values())

@@ -314,10 +314,10 @@ class Viewer(Follower):
         self.ask()
 
     def leave(self) -> None:
-        self.views.left(DISK, 1, self.now_ms)
+        self.views.left(DISK, self.epoch, self.now_ms)
 
     def join(self) -> None:
-        self.views.joined(DISK, "disk", 1, self.now_ms)
+        self.views.joined(DISK, "disk", self.epoch, self.now_ms)
         self.ask()
 
     def wait(self) -> None:
@@ -347,4 +347,10 @@ def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
     Events are lost while a snapshot flies that was made before, or the tier leaves and joins.
     """
     for moves in plays(MOVES, 4):
+        Viewer().play(moves)
+
+
+def test_a_clear_or_a_life_from_before_a_loss_does_not_hide_it() -> None:
+    """The notice overtakes what waits in the inbox; what was lost came after that."""
+    for moves in plays([*MOVES, "clear waits", "life waits"], 3):
         Viewer().play(moves)

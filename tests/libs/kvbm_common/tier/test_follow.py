@@ -273,6 +273,30 @@ def test_where_the_loss_overtakes_events_only_a_snapshot_is_proof() -> None:
     assert (ready(one), one.state) == ([], CURRENT)
 
 
+@pytest.mark.parametrize("life", [1, 2])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_where_the_loss_overtakes_events_a_clear_is_no_proof(life: int, is_gone: bool) -> None:
+    """It is applied, in the same life or as the first word of the next. What follows it waits for a
+    snapshot, which a source that has left is asked for when it is back."""
+    one = source(seq=3)
+    one.loss_overtakes = True
+    if is_gone:
+        one.leave()
+    one.lose(7)
+    assert one.begin(life) is (life == 2)
+    seq = 4 if life == 1 else 1
+    assert one.take(Word(seq, life), 8, clears=True) is Verdict.NEXT
+    assert ready(one) == [seq]
+    assert one.state is (GONE if is_gone and life == 1 else BEHIND)
+    assert one.take(Word(seq + 1, life), 8) is Verdict.WAITS
+    assert ready(one) == []
+    assert one.should_ask(8)
+    one.ask(8)
+    assert one.landed()
+    one.restore(life, seq, 9)
+    assert (ready(one), one.state) == ([seq + 1], CURRENT)
+
+
 @pytest.mark.parametrize("epoch", [1, 2])
 @pytest.mark.parametrize("overtakes", [False, True])
 def test_a_snapshot_that_flew_when_events_were_lost_is_taken_and_another_is_asked_for(

@@ -465,7 +465,7 @@ class Viewer(Follower):
         self.note([])
 
     def leave(self) -> None:
-        self.view.left("0", 1)
+        self.view.left("0", self.epoch)
 
     def join(self) -> None:
         self.note(self.view.joined("0", self.now_ms))
@@ -496,6 +496,12 @@ def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
     Events are lost while a snapshot flies that was made before.
     """
     for moves in plays(MOVES, 4):
+        Viewer().play(moves)
+
+
+def test_a_clear_or_a_life_from_before_a_loss_does_not_hide_it() -> None:
+    """The notice overtakes what waits in the inbox; what was lost came after that."""
+    for moves in plays([*MOVES, "clear waits", "life waits"], 3):
         Viewer().play(moves)
 
 
