@@ -41,7 +41,7 @@ from tests.sim.host_siblings import HostSiblings
 from tests.sim.lower_tier import LowerTier
 from tests.sim.memory import Memory, copy, right_cells, sums_of, units_of
 from tests.sim.miss_filter import HostFilter
-from tests.sim.registry import Change, News
+from tests.sim.registry import News
 from tests.sim.service import SNAPSHOT_MS, Service
 from tests.sim.world import World
 
@@ -163,10 +163,10 @@ class HostTier(Service):
                 self.peers.changed(peer, news)
             return
         tier = next((tier for tier in LOWER if source == f"{tier}-tier-0"), None)
-        if not is_ours or tier is None or news.change is Change.CHANGED:
+        if not is_ours or tier is None:
             return
         self.step(
-            host.LowerTierJoined("0", tier)
+            host.LowerTierJoined("0", tier, news.epoch)
             if news.is_there
             else host.LowerTierLeft("0", tier, news.epoch)
         )

@@ -329,8 +329,8 @@ class HostTierCore:
     def _lower_tier(self, event: LowerInput, now_ms: int) -> None:
         view = self._below.views[event.tier]
         match event:
-            case LowerTierJoined(instance):
-                self._outbox += view.joined(instance, now_ms)
+            case LowerTierJoined(instance, _, epoch):
+                self._outbox += view.joined(instance, now_ms, epoch)
             case LowerTierLeft(instance, _, epoch):
                 view.left(instance, epoch)
             case DiskSnapshot(instance, snapshot):

@@ -20,7 +20,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.failed_blocks import FailedBlocks
-from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
+from kvbm_common.tier.follow import FollowLimits, FollowState, Verdict
 from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.wire.events import Cleared, Event, Removed, Tier
 
@@ -28,6 +28,7 @@ from kvbm_host_tier.core.blocks_below import BlocksBelow, Holding, Life
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
+from kvbm_host_tier.core.lower_source import LowerSource
 from kvbm_host_tier.core.messages import AskDiskSnapshot
 from kvbm_host_tier.core.retelling import Retelling, Said, pieces_of, said_by
 
@@ -66,7 +67,7 @@ class LowerTierView:
         self._lives: dict[str, Life] = {}
         """What each instance says belongs to its life."""
         self._retellings: dict[str, Retelling] = {}
-        self._sources: dict[str, Followed[Said]] = {}
+        self._sources: dict[str, LowerSource] = {}
         """By instance, in the order in which they joined or left."""
         self._failed = FailedBlocks(AVOID_MAX)
         self.departures = Departures(former=former)
@@ -154,10 +155,16 @@ class LowerTierView:
         assert for_ms > 0, f"{name.hex()} is avoided for {for_ms} ms"
         self._failed.add(name, now_ms + for_ms)
 
-    def joined(self, instance: str, now_ms: int = 0) -> list[AskDiskSnapshot]:
-        """Note a disk tier that has joined, and ask what it holds."""
+    def joined(self, instance: str, now_ms: int = 0, epoch: int = 0) -> list[AskDiskSnapshot]:
+        """Note that the registry names a life of a disk tier, or 0: one that is not known.
+
+        It is asked what it holds, unless that is known, or was asked when it was named before. A
+        lower epoch may be a new life, or the late entry of an old one: the tier's words say which.
+        """
         assert instance, f"a {self._tier} tier has a name"
         source = self._source_of(instance)
+        if source.name_life(epoch):
+            return []
         source.fall_behind(now_ms)
         assert source.state is FollowState.BEHIND, f"{instance} has not said what it holds"
         source.ask_at_ms = min(source.ask_at_ms, now_ms)
@@ -179,6 +186,7 @@ class LowerTierView:
         source = self._sources.pop(instance, None)
         if source is None:
             return
+        source.registered_epoch = 0
         source.begin(epoch)  # Nothing of this life may have been heard yet.
         source.leave()
         self._sources[instance] = source
@@ -194,7 +202,7 @@ class LowerTierView:
         if source.state is FollowState.GONE and event.epoch <= source.epoch:
             return 0, []  # It was under way when the tier left, and would bring a ghost back.
         clears = isinstance(event, Cleared)
-        begins = source.begin(event.epoch)
+        begins = source.begin(event.epoch, believed=source.believes(event.epoch))
         if begins and not clears:
             self._clear(instance)
         assert instance, f"{event} is of no instance"
@@ -210,6 +218,8 @@ class LowerTierView:
         if said.malformed or verdict is Verdict.FULL:
             source.refuse(now_ms)  # What is held is not what the position says.
         new = self._hear(instance, said, self._ready(source, now_ms))
+        if isinstance(event, Cleared) and event.reason == "stop" and source.is_unnamed:
+            source.fall_behind(now_ms)  # The registered life goes on, and may be silent.
         if begins or clears:
             self._go_on(self._piece)
         else:
@@ -224,11 +234,18 @@ class LowerTierView:
         source = self._sources.get(instance)
         if source is None or not source.landed() or source.state is not FollowState.BEHIND:
             return
-        if snapshot is None or not source.accepts(snapshot.epoch, snapshot.seq):
+        if snapshot is None:
             source.retry_later(now_ms)
             return
-        if snapshot.epoch > source.epoch:
+        is_lower = snapshot.epoch < source.epoch and source.believes(snapshot.epoch)
+        if not is_lower and not source.accepts(snapshot.epoch, snapshot.seq):
+            source.retry_later(now_ms)
+            return
+        if snapshot.epoch != source.epoch:
             self._clear(instance)
+        if is_lower:
+            source.begin(snapshot.epoch, believed=True)
+            source.fall_behind(now_ms)
         source.restore(snapshot.epoch, snapshot.seq, now_ms)
         assert source.epoch == snapshot.epoch, f"{instance}: {source.epoch}, not {snapshot.epoch}"
         pieces = pieces_of(snapshot, max(1, self._piece // CUTS))
@@ -263,10 +280,10 @@ class LowerTierView:
 
     # ---- inside ------------------------------------------------------------------------------
 
-    def _source_of(self, instance: str) -> Followed[Said]:
+    def _source_of(self, instance: str) -> LowerSource:
         source = self._sources.get(instance)
         if source is None:
-            source = self._sources[instance] = Followed(limits=LIMITS, loss_overtakes=True)
+            source = self._sources[instance] = LowerSource(limits=LIMITS, loss_overtakes=True)
         return source
 
     def _ask(self, instance: str, now_ms: int) -> list[AskDiskSnapshot]:
@@ -276,7 +293,7 @@ class LowerTierView:
         source.ask(now_ms)
         return [AskDiskSnapshot(instance, self._tier)]
 
-    def _ready(self, source: Followed[Said], now_ms: int) -> list[Said]:
+    def _ready(self, source: LowerSource, now_ms: int) -> list[Said]:
         """Return what is next, in order: what was heard last, perhaps, and what has waited."""
         ready: list[Said] = []
         for said in source.ready():

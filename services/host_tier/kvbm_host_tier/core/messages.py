@@ -131,10 +131,13 @@ class DiskEvent:
 
 @dataclass(frozen=True, slots=True)
 class LowerTierJoined:
-    """A disk tier of this host has joined."""
+    """A disk tier of this host has joined, or the registry names it again, perhaps in another
+    life."""
 
     instance: str
     tier: Tier = "disk"
+    epoch: int = 0
+    """The life that the registry names; 0: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

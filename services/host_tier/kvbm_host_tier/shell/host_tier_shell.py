@@ -13,7 +13,7 @@ from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.identity import HASH_BYTES
 from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.snapshots import SnapshotPages
-from kvbm_common.registry.records import Joined, Left, RegistryEvent
+from kvbm_common.registry.records import Changed, Joined, Left, RegistryEvent
 from kvbm_common.runtime import logs
 from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
 from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
@@ -259,12 +259,12 @@ class HostTierShell:
             return
         tier, instance = found
         match event:
-            case Joined():
-                self._loop.complete(LowerTierJoined(instance, tier))
+            case Joined() | Changed():  # A new life that comes soon only changes the entry.
+                self._loop.complete(LowerTierJoined(instance, tier, record.epoch))
             case Left():
                 self._loop.complete(LowerTierLeft(instance, tier, record.epoch))
             case _:
-                pass
+                assert_never(event)
 
     # --- verbs ------------------------------------------------------------------------------
 

@@ -178,16 +178,22 @@ class Disk:
     """The newest word that has come of each block: the number of its event, and whether it is
     there."""
     epoch: int = 0
-    lives: int = 0
+    named: int = 0
+    """The life that the registry names; 0: none."""
+    epochs: list[int] = field(default_factory=lambda: [*range(1, 1_000)])
+    """What a life may have."""
+    life: int = 0
+    former: int = 0
 
     def __post_init__(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
-        """Begin a life with the blocks of the one before."""
-        self.lives += 1
+    def begin(self, *, skip: int = 0) -> None:
+        """Begin a life with the blocks of the one before; after a `skip` others may have a lower
+        epoch, because the registry is another one."""
+        self.former, self.life = self.life, self.epochs.pop(skip)
         source = f"disk-tier-{self.instance}"
-        self.voice = Announcer(host="h", source=source, tier="disk", epoch=self.lives)
+        self.voice = Announcer(host="h", source=source, tier="disk", epoch=self.life)
         self.unsent.append(self.voice.cleared("start"))
         self.unsent += self.voice.stored([on_disk(number) for number in sorted(self.truth)])
 
@@ -213,9 +219,9 @@ class Disk:
 
     def hear(self, epoch: int, seq: int, said: dict[int, bool]) -> None:
         """Note what has come of blocks."""
-        if epoch < self.epoch:
+        if epoch < self.epoch and epoch != self.named:
             return
-        if epoch > self.epoch:
+        if epoch != self.epoch:
             self.epoch = epoch
             self.words.clear()
         for number, is_there in said.items():
@@ -253,7 +259,10 @@ class Follower:
             case "empty":
                 disk.empty("reset" if len(wanted) % 2 else "stop")
             case "restart":
-                disk.begin()
+                disk.begin(skip=len(wanted) if len(wanted) > 5 else 0)
+            case "named late":
+                if disk.former:
+                    self.join(disk, disk.former)
             case "deliver":
                 for event in disk.unsent[: len(wanted)]:
                     self.deliver(disk, event)
@@ -280,6 +289,7 @@ class Follower:
             case "leave":
                 self.view.left(disk.instance, disk.voice.epoch)
                 self.gone.add(disk.instance)
+                disk.named = 0
                 disk.words.clear()
             case "join":
                 self.join(disk)
@@ -303,9 +313,10 @@ class Follower:
         _, questions = self.view.apply(disk.instance, event, self.now_ms)
         self.asked(questions)
 
-    def join(self, disk: Disk) -> None:
+    def join(self, disk: Disk, epoch: int = 0) -> None:
         self.gone.discard(disk.instance)
-        self.asked(self.view.joined(disk.instance, self.now_ms))
+        disk.named = epoch or disk.voice.epoch
+        self.asked(self.view.joined(disk.instance, self.now_ms, disk.named))
 
     def asked(self, questions: Sequence[AskDiskSnapshot]) -> None:
         for question in questions:
@@ -358,7 +369,7 @@ def _numbers_of(snapshot: LowerSnapshot) -> set[int]:
 
 VERBS = st.sampled_from([
     "change", "change", "empty", "restart", "deliver", "deliver", "lose", "late", "again", "serve",
-    "answer", "leave", "join", "lookup", "tick", "tick", "gap", "gap",
+    "answer", "leave", "join", "named late", "lookup", "tick", "tick", "gap", "gap",
 ])  # fmt: skip
 GAP = (
     "change", "lose", "deliver", "tick", "serve", "change", "change", "lose", "deliver", "answer",

@@ -443,6 +443,112 @@ def test_a_block_that_left_without_a_reason_is_remembered() -> None:
     assert fate.why == "unknown"
 
 
+# ---- lives with lower epochs -----------------------------------------------------------------
+
+
+def test_the_registered_life_is_believed_with_a_lower_epoch() -> None:
+    """The registry is another one, and counts from another start.
+
+    1. The last word of a life before, with a higher epoch. 2. The registry names a life with a
+    lower one. 3. That life speaks.
+    """
+    before, today = disk(epoch=9), Announcer(host="h", source="disk-tier-0", tier="disk", epoch=3)
+    view = LowerTierView()
+    view.apply("0", stored(before, 1))
+    view.apply("0", before.cleared("stop"))
+    assert view.joined("0", 0, 3) == []
+    view.apply("0", today.cleared("start"))
+    view.apply("0", stored(today, 2))
+    assert (content(view), view.epoch("0"), view.is_current) == ({2}, 3, True)
+
+
+def test_the_registered_life_answers_with_a_lower_epoch() -> None:
+    """It is silent at first, and what the life before said last is not there any more."""
+    before, today = disk(epoch=9), disk(epoch=3)
+    view = following(before, 1)
+    assert view.joined("0", 0, 3) == [AskDiskSnapshot("0")]
+    view.snapshot("0", snapshot(today, 2))
+    assert (content(view), view.epoch("0"), view.is_current) == ({2}, 3, True)
+    view.check()
+    assert view.apply("0", stored(today, 4)) == (1, [])
+    assert content(view) == {2, 4}
+    assert view.apply("0", stored(disk(epoch=2), 5)) == (0, [])
+    assert content(view) == {2, 4}
+
+
+def test_a_life_that_stops_late_does_not_hide_the_registered_one() -> None:
+    """The registered life was followed already, and is silent."""
+    before, today = disk(epoch=9), disk(epoch=3)
+    view = following(today, 1)
+    assert view.joined("0", 0, 3) == [], "all is known of it"
+    assert view.apply("0", before.cleared("stop")) == (0, [AskDiskSnapshot("0")])
+    view.snapshot("0", snapshot(today, 1))
+    assert (content(view), view.epoch("0"), view.is_current) == ({1}, 3, True)
+
+
+def test_an_event_of_the_registered_life_ends_another_one() -> None:
+    """What it said before is missing then."""
+    before, today = disk(epoch=9), disk(epoch=3)
+    view = following(today, 1)
+    view.joined("0", 0, 3)
+    view.apply("0", stored(before, 5))
+    view.snapshot("0", None)
+    assert view.apply("0", stored(today, 2)) == (1, [AskDiskSnapshot("0")])
+    assert content(view) == {2}
+    view.snapshot("0", snapshot(today, 1, 2))
+    assert (content(view), view.epoch("0"), view.is_current) == ({1, 2}, 3, True)
+
+
+def test_a_life_that_is_named_again_while_another_is_followed_is_asked() -> None:
+    before, today = disk(epoch=9), disk(epoch=3)
+    view = following(before, 1)
+    view.joined("0", 0, 3)
+    view.snapshot("0", snapshot(before, 1))
+    assert view.is_current, "the other one has answered"
+    assert view.joined("0", 0, 3) == [AskDiskSnapshot("0")]
+    view.snapshot("0", snapshot(today, 2))
+    assert (content(view), view.epoch("0")) == ({2}, 3)
+
+
+def test_the_late_entry_of_an_old_life_does_not_end_a_newer_one() -> None:
+    """The registry lags behind the events. 1. An old life joins late. 2. Its source answers as the
+    newer one. 3. The entry of that one comes, and nothing of the old life counts."""
+    old, newer = disk(epoch=3), disk(epoch=9)
+    view = following(newer, 1)
+    assert view.joined("0", 0, 3) == [AskDiskSnapshot("0")]
+    assert content(view) == {1}
+    view.snapshot("0", snapshot(newer, 1))
+    assert (content(view), view.epoch("0"), view.is_current) == ({1}, 9, True)
+    assert view.joined("0", 0, 9) == [], "all is known of it"
+    assert view.apply("0", stored(old, 7)) == (0, [])
+    assert view.apply("0", stored(newer, 2)) == (1, [])
+    assert (content(view), view.epoch("0")) == ({1, 2}, 9)
+
+
+def test_a_registered_life_that_has_left_is_believed_no_more() -> None:
+    """Its late events bring nothing back, nor does its answer; the next life is believed again."""
+    before, today, following_life = disk(epoch=9), disk(epoch=3), disk(epoch=4)
+    view = following(before, 1)
+    view.joined("0", 0, 3)
+    view.left("0", 3)
+    view.snapshot("0", snapshot(today, 2))
+    assert view.apply("0", stored(today, 2)) == (0, [])
+    assert (content(view), view.instances) == (set(), [])
+    assert view.joined("0", 0, 4) == [AskDiskSnapshot("0")]
+    view.snapshot("0", snapshot(following_life, 5))
+    assert (content(view), view.epoch("0"), view.is_current) == ({5}, 4, True)
+
+
+def test_a_life_that_is_named_again_is_not_asked_again() -> None:
+    """Each change of its entry names it."""
+    source = disk()
+    view = LowerTierView()
+    assert view.joined("0", 0, 1) == [AskDiskSnapshot("0")]
+    view.snapshot("0", snapshot(source, 1))
+    assert view.joined("0", 0, 1) == []
+    assert view.is_current
+
+
 # ---- lost events -----------------------------------------------------------------------------
 
 
