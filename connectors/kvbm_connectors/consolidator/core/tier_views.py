@@ -85,16 +85,17 @@ class TierViews:
 
     def joined(self, name: str, tier: Tier, epoch: int, now_ms: int) -> list[Change]:
         """Note that the registry names a source; if this life of it is unknown, ask it for a
-        snapshot."""
+        snapshot.
+
+        A lower epoch may be a new life, or the late entry of an old one: the source says which.
+        """
         source = self._source_of(name, tier)
         source.registered_epoch = epoch
-        if not source.begin(epoch):
-            if source.state is FollowState.GONE and epoch == source.epoch:
-                source.fall_behind(now_ms)
-            return []
-        assert source.epoch == epoch, f"{name} begins {epoch}, is in {source.epoch}"
-        source.fall_behind(now_ms)
-        return self._become(source, {})
+        begun = source.begin(epoch)
+        assert source.epoch >= epoch, f"{name} begins {epoch}, is in {source.epoch}"
+        if begun or epoch < source.epoch or source.state is FollowState.GONE:
+            source.fall_behind(now_ms)
+        return self._become(source, {}) if begun else []
 
     def take(self, event: Event, now_ms: int) -> list[Change]:
         """Take an event of a tier; returns what has changed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.blocks import Block
@@ -257,6 +258,25 @@ def test_the_registered_life_answers_with_a_lower_epoch() -> None:
     assert following.held == {2}
     following.hear(stored(disk, 3))
     assert following.held == {2, 3}
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_registered_life_is_asked_for_though_its_events_came_before_its_entry(
+    has_left: bool,
+) -> None:
+    """Lives count from a lower epoch after the loss of a registry. What the new one says before it
+    is named is taken for old."""
+    old, new, following = announcer(50), announcer(20), Following()
+    views = following.views
+    following.change(views.joined(DISK, "disk", 50, 0))
+    following.hear(old.cleared("start"), stored(old, 1), new.cleared("start"), stored(new, 2))
+    assert (views.is_current, following.held) == (True, {1})
+    if has_left:
+        following.change(views.left(DISK, 50, 1))
+    following.change(views.joined(DISK, "disk", 20, 2))
+    assert views.ask(2) == [DISK]
+    following.change(views.snapshot(snapshot(new, 2), 3))
+    assert (views.is_current, following.held) == (True, {2})
 
 
 def test_an_event_of_a_life_that_has_left_the_registry_is_late() -> None:
