@@ -76,7 +76,7 @@ class Sources(dict[SourceKey, Source]):
         gone = next((key for key, source in self.items() if _is_idle(source)), None)
         if gone is None:
             return False
-        assert self[gone].hollow, f"{gone} is gone, and holds something"
+        assert self[gone].state is FollowState.GONE, f"{gone} is {self[gone].state.name}"
         del self[gone]
         return True
 

@@ -450,6 +450,17 @@ def test_sources_are_bounded_and_the_gone_make_room() -> None:
     assert harness.held("c") == set(blocks(1))
 
 
+def test_a_source_whose_last_clear_comes_after_it_has_left_makes_room() -> None:
+    """It holds nothing, whatever its position says."""
+    harness = Harness(Limits(sources_max=1))
+    harness.events(cleared(1, source="a"), stored(2, 1, source="a"))
+    harness.send(SourceLeft(SourceKey("h", "a"), 1))
+    harness.events(cleared(3, source="a"))
+    harness.events(cleared(1, source="b"), stored(2, 1, source="b"))
+    assert harness.dropped("sources_full") == 0
+    assert harness.held("b") == set(blocks(1))
+
+
 def test_sources_that_left_long_ago_are_forgotten(harness: Harness) -> None:
     """Engines come under new names: each would be kept until there are thousands."""
     for number in range(3):
