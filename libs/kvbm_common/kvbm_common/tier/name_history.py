@@ -148,11 +148,11 @@ class NameHistory:
         self._table, self._words = memoryview(table).cast("I"), np.frombuffer(table, np.uint32)
 
     @staticmethod
-    def _columns_of(memory: object, capacity: int) -> list[NDArray[np.void]]:
+    def _columns_of(memory: mmap.mmap, capacity: int) -> list[NDArray[np.void]]:
         """Return names, times, values and both links, one row more than the capacity each."""
         columns, start = [], 0
         for size in (HASH_BYTES, 8, 4, 4, 4):
-            column = np.frombuffer(memory, np.dtype((np.void, size)), capacity + 1, start)  # type: ignore[call-overload]
+            column = np.frombuffer(memory, np.dtype((np.void, size)), capacity + 1, start)
             columns.append(column)
             start += (capacity + 1) * size
         return columns
