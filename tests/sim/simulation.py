@@ -22,7 +22,7 @@ from tests.sim.vllm_engine import VllmEngine
 from tests.sim.world import CHECK_EVERY, World
 
 FAULTS_MS = 12_000
-SETTLE_MS = 5_000
+SETTLE_MS = 2_000
 """After the faults requests go on for so long."""
 CALM_MS = 25_000
 """Then everything comes to rest: the longest deadlines are the grace of a fill that was never
