@@ -19,6 +19,7 @@ from tests.vllm.harness import (
     same,
 )
 from tests.vllm.test_events import wait_agreed
+from tests.vllm.worker_extension import WeightWriter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -94,6 +95,45 @@ def test_a_reset_after_new_weights_hides_what_the_old_ones_made(
         clean = engine.run(Ask(name="clean", tokens=tokens))
         assert clean[0].cached == 0
         assert alike(clean, old)
+    finally:
+        engine.stop()
+
+
+def test_a_reset_of_vllm_alone_is_enough_where_weights_are_pushed(
+    stack: LiveStack, model: str, tmp_path: Path, log_dir: Path
+) -> None:
+    """Goal: the answers of vLLM alone in the flow of an RL framework, which knows no connector.
+
+    1. A prompt is computed, stored, and the engine loads other weights.
+    2. vLLM's prefix cache is reset, and the connector is not told.
+    3. The prompt is computed, as by a fresh engine with the new weights; the index agrees.
+    4. A second time nothing is found either: no reset hits what was stored before it.
+    """
+    other = make_model(tmp_path / "other", "full", seed=1)
+    tokens = prompt(4, 500)
+    fresh = EngineProcess(other, None, log=log_dir / "alone.log").wait_started()
+    try:
+        expected = fresh.run(Ask(name="alone", tokens=tokens))
+    finally:
+        fresh.stop()
+    extension = {"worker_extension_cls": f"{WeightWriter.__module__}.{WeightWriter.__name__}"}
+    log = log_dir / "pushed.log"
+    engine = EngineProcess(model, stack.settings, log=log, arguments=extension).wait_started()
+    try:
+        engine.wait_attached(stack)
+        old = engine.run(Ask(name="old", tokens=tokens))
+        engine.say(Command(what="load weights", path=other))
+        engine.reset()
+        new = engine.run(Ask(name="new", tokens=tokens))
+        assert new[0].cached == 0
+        assert alike(new, expected)
+        assert not same(new, old)
+        wait_agreed(stack, engine)
+        engine.reset()
+        again = engine.run(Ask(name="new again", tokens=tokens))
+        assert again[0].cached == 0
+        assert alike(again, expected)
+        assert engine.run(Ask(name="hit", tokens=tokens))[0].cached == 480
     finally:
         engine.stop()
 

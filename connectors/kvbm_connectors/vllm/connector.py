@@ -7,7 +7,6 @@ it would without us; its operators are told why (`client/pass_through.py`).
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,7 +25,7 @@ from kvbm_connectors.client.engine_options import log_beside
 from kvbm_connectors.client.pass_through import PassThrough
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.vllm.adapters import Adapters
-from kvbm_connectors.vllm.block_holds import BlockHolds, evict_from, is_cleared
+from kvbm_connectors.vllm.block_holds import BlockHolds, evict_from
 from kvbm_connectors.vllm.computation import application_of
 from kvbm_connectors.vllm.count_meter import CountMeter
 from kvbm_connectors.vllm.kv_groups import KvGroup, groups_of, is_hybrid
@@ -43,6 +42,7 @@ from kvbm_connectors.vllm.namespace import (
 from kvbm_connectors.vllm.options import Options, recompute_failed_loads
 from kvbm_connectors.vllm.plan import NEWS, StepPlan
 from kvbm_connectors.vllm.ranks import watch_ranks
+from kvbm_connectors.vllm.resets import PrefixCacheWatch, begin_generation, weights_are_pushed
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 from kvbm_connectors.vllm.shape import rank_here, shape_of
 from kvbm_connectors.vllm.statistics import PASSES_THROUGH, KvbmPromMetrics, KvbmStats
@@ -51,9 +51,6 @@ from kvbm_connectors.vllm.versions import repeats_request_ids, sources_of, table
 from kvbm_connectors.vllm.worker_side import WorkerSide, lend_layers
 
 log = logging.getLogger(__name__)
-
-RESET_WAIT_S = 1.0
-"""For the consolidator's answer to a reset."""
 
 
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -69,6 +66,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._meter = CountMeter(self.counts, is_busy=self._is_busy)
         self._block_pool: Any = None
+        self._watch = PrefixCacheWatch()
+        self._forgets = self._options.forgets(weights_are_pushed(vllm_config))
         self._holds: BlockHolds | None = None
         self._lend: Callable[[], None] = lambda: None
         self._parked = False
@@ -209,6 +208,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Answer vLLM: see SchedulerSide.matched."""
         if self._scheduler is None:
             return 0, False
+        self._look_for_reset()
         return self._scheduler.matched(request, num_computed_tokens)
 
     def on_new_request(self, request: Any) -> None:
@@ -223,6 +223,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KvbmMetadata:
         """Plan a step: see SchedulerSide.plan."""
+        self._look_for_reset()
         plan = StepPlan() if self._scheduler is None else self._scheduler.plan(scheduler_output)
         return KvbmMetadata(plan)
 
@@ -260,6 +261,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Keep the block pool, where vLLM keeps the events that it has not published yet; blocks
         are evicted from it."""
         self._block_pool = gpu_block_pool
+        self._watch.bind(gpu_block_pool)
         if self._scheduler is None:
             return
         if hasattr(gpu_block_pool, "evict_blocks"):
@@ -302,19 +304,14 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side, half = self._scheduler, self._scheduler_half
         if side is None or half is None:
             return True
-        generation = secrets.token_hex(8)
-        cleared = side.reset(generation, cleared=is_cleared(self._block_pool))
-        half.describe(generation=generation, adapters=[])
-        # vLLM publishes that its cache is cleared with its next step: the consolidator takes that
-        # for the beginning of the generation, and must have heard of it by then.
-        if not half.wait_described(RESET_WAIT_S):
-            log.warning("the consolidator has not heard of generation %s: device blocks may be "
-                        "missing in the index until the next reset", generation)  # fmt: skip
-        if not cleared:
-            log.warning("vLLM has not cleared its device cache: requests that hit it pass through "
-                        "until a reset succeeds")  # fmt: skip
-        log.info("generation %s begins", generation)
-        return cleared
+        self._watch.emptied()  # This reset is answered.
+        return begin_generation(side, half, self._block_pool)
+
+    def _look_for_reset(self) -> None:
+        """Find nothing of before if vLLM has emptied its prefix cache alone, after new weights."""
+        if self._watch.emptied() and self._forgets:
+            log.info("vLLM's prefix cache was reset, and weights may be others")
+            self.reset_cache()
 
     # --- the workers' -----------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvbm_connectors.client.engine_options import EngineOptions, settings_of
 WHERE = "kv_connector_extra_config"
 RECOMPUTE = "recompute"
 LORA_FILES = ("watched", "final")
+PLAIN_RESETS = ("auto", "forget", "keep")
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,12 @@ class Options(EngineOptions):
     """What the weights are called in the names of blocks, if their content cannot be read here."""
     lora_final: bool = False
     """The operator vouches that files of adapters do not change once vLLM may have loaded them."""
+    plain_reset: str = PLAIN_RESETS[0]
+    """Whether a reset of vLLM's prefix cache alone hides what was stored before."""
+
+    def forgets(self, pushed: bool) -> bool:
+        """Return whether it does, in an engine whose weights are `pushed` while it runs or not."""
+        return pushed if self.plain_reset == "auto" else self.plain_reset == "forget"
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -35,11 +42,19 @@ class Options(EngineOptions):
             # vLLM keeps the blocks of a failed synchronous load in its prefix cache until it has
             # computed them again, and loses the thread if the next step is planned already.
             log.warning("%s.load is ignored: loads are asynchronous", WHERE)
-        if (lora_files := extra.get("lora_files", LORA_FILES[0])) not in LORA_FILES:
-            raise ConfigError(f"{WHERE}.lora_files", lora_files, " or ".join(LORA_FILES))
-        others = ("load", "revision", "lora_files")
+        lora_files = _one_of(LORA_FILES, extra, "lora_files")
+        plain_reset = _one_of(PLAIN_RESETS, extra, "plain_reset")
+        others = ("load", "revision", "lora_files", "plain_reset")
         settings = settings_of(extra, environ, where=WHERE, others=others)
-        return cls(settings, str(extra.get("revision", "")), lora_files == "final")
+        revision = str(extra.get("revision", ""))
+        return cls(settings, revision, lora_files == "final", plain_reset)
+
+
+def _one_of(accepted: Sequence[str], extra: Mapping[str, Any], name: str) -> str:
+    """Return an option's value, or the first accepted one. Raises ConfigError for another one."""
+    if (value := extra.get(name, accepted[0])) not in accepted:
+        raise ConfigError(f"{WHERE}.{name}", value, f"{', '.join(accepted[:-1])} or {accepted[-1]}")
+    return str(value)
 
 
 def recompute_failed_loads(transfer: Any) -> None:
