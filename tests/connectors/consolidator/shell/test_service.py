@@ -177,12 +177,16 @@ class Engine:
             await self.say(Beat(engine=self.name, incarnation=INCARNATION))
             try:
                 async with asyncio.timeout(0.2):
-                    answer = from_consolidator.decode(await self.dealer.recv())
+                    answer = await self.dealer.recv()
             except TimeoutError:
                 unanswered += 1
                 continue
             unanswered = 0
-            if isinstance(answer, Refused):
+            # Attaching is answered, too, and so is each beat that waited while none was there. Read
+            # one by one, old answers would hide a new life for longer after each restart.
+            while await self.dealer.poll(0):
+                answer = await self.dealer.recv()
+            if isinstance(from_consolidator.decode(answer), Refused):
                 await self.say(self.attach_message())
             await asyncio.sleep(0.02)
 
@@ -475,6 +479,37 @@ async def test_nats_and_the_consolidator_are_killed_and_all_converges(
         await wait_agreed(bus, engine)
         await engine.close()
     await process.end(signal.SIGTERM, deadline_s=4.0)
+
+
+async def test_an_engine_attaches_at_once_though_answers_of_a_dead_life_wait(
+    settings: Settings,
+) -> None:
+    """Goal: the tests' own engine does not take old answers for a consolidator that lives.
+
+    1. A consolidator has answered more often than the engine has beaten. 2. The next life refuses
+    a beat. 3. The engine attaches before it has read one old answer per beat.
+    """
+    context = zmq.asyncio.Context()
+    consolidator = context.socket(zmq.ROUTER)
+    consolidator.bind(settings.consolidator_endpoint)
+    engine = Engine(settings)
+    engine.keep_attached()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            peer, _ = await consolidator.recv_multipart()
+            attached = Attached(engine=engine.name, rank=0, epoch=1)
+            refused = Refused(about="beat", code="unknown_engine", message="another life")
+            for answer in [attached] * 50 + [refused]:
+                await consolidator.send_multipart([peer, from_consolidator.encode(answer)])
+            heard: list[ToConsolidator] = []
+            while not (heard and isinstance(heard[-1], Attach)):
+                _, message = await consolidator.recv_multipart()
+                heard.append(to_consolidator.decode(message))
+        assert len(heard) < 10
+    finally:
+        await engine.close()
+        consolidator.close(linger=0)
+        context.term()
 
 
 async def test_the_lag_from_socket_to_answer_is_small(engine: Engine, bus: Bus) -> None:
