@@ -93,6 +93,8 @@ class TierViews:
         source.registered_epoch = epoch
         begun = source.begin(epoch)
         assert source.epoch >= epoch, f"{name} begins {epoch}, is in {source.epoch}"
+        if epoch < source.epoch:
+            source.outdate()
         if begun or epoch < source.epoch or source.state is FollowState.GONE:
             source.fall_behind(now_ms)
         return self._become(source, {}) if begun else []

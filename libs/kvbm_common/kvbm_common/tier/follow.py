@@ -21,7 +21,8 @@ again.
 
 A stream that loses the last events leaves no hole: `lose` makes the source BEHIND. The next event
 proves that none is missing. A snapshot that flew at that time does not: it may have been made
-before the loss. It is taken, the source stays BEHIND, and another one is asked for. Where the
+before the loss. It is taken, the source stays BEHIND, and another one is asked for. So is one that
+flew when the owner heard of a life with a lower epoch, whose events were dropped. Where the
 notice overtakes events (`loss_overtakes`), they prove nothing, not even a clear or a new life: the
 source is `unproven` until a snapshot comes that was asked for after the loss.
 
@@ -220,7 +221,7 @@ class Followed(Generic[Item]):
 
         A source that is GONE stays so.
         """
-        self.outdated = self.asked_at_ms is not None
+        self.outdate()
         if self.loss_overtakes:
             self.unproven = self.hollow = True
         if self.state is FollowState.GONE:
@@ -234,7 +235,7 @@ class Followed(Generic[Item]):
         """End this life: nothing is held, and nothing waits."""
         self.waiting.clear()
         self.hollow = True
-        self.outdated = self.asked_at_ms is not None
+        self.outdate()
         self._move("left")
         assert self.state is FollowState.GONE, f"{self}: it has left"
 
@@ -250,6 +251,10 @@ class Followed(Generic[Item]):
         assert self.state is FollowState.BEHIND, f"{self}: it misses nothing"
         assert self.asked_at_ms is None, f"{self}: it was asked at {self.asked_at_ms} ms"
         self.asked_at_ms, self.outdated = now_ms, False
+
+    def outdate(self) -> None:
+        """Note that the snapshot that flies, if one does, may be older than what is known now."""
+        self.outdated = self.asked_at_ms is not None
 
     def landed(self) -> bool:
         """End the question; False: none flew, and the answer is not for us."""

@@ -31,6 +31,8 @@ class LowerSource(Followed[Said]):
         """Note that the registry names a life, or 0; True: all is known of it, or is asked."""
         is_again = self.believes(epoch)
         self.registered_epoch = epoch
+        if not is_again and 0 < epoch < self.epoch:
+            self.outdate()
         if self.state is FollowState.BEHIND:
             return is_again
         assert self.state is FollowState.CURRENT or not is_again, f"{self}: it is gone, and named"

@@ -281,6 +281,8 @@ class IndexCore(Queries):
         begun = self._begin(source, epoch)
         source.registered, source.registered_epoch = True, epoch
         source.unnamed_since_ms = None
+        if epoch < source.epoch:
+            source.outdate()
         if begun or epoch < source.epoch:
             self._fall_behind(source, now_ms + self._limits.settle_ms)
         elif source.state is FollowState.GONE:
@@ -347,6 +349,7 @@ class IndexCore(Queries):
                 self._leave(source, now_ms)
                 is_tidy = False
             elif source.is_doubtful(now_ms, self._limits.unregistered_ms):
+                source.outdate()
                 self._fall_behind(source, now_ms)
         behind = any(source.state is FollowState.BEHIND for source in self._sources.values())
         self._is_quiet = is_tidy and not behind and not self._snapshots_flying

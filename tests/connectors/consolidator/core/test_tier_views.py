@@ -279,6 +279,26 @@ def test_a_registered_life_is_asked_for_though_its_events_came_before_its_entry(
     assert (views.is_current, following.held) == (True, {2})
 
 
+@pytest.mark.parametrize("answers_as", [20, 50])
+def test_an_answer_from_before_the_entry_of_a_life_with_a_lower_epoch_is_not_the_last(
+    answers_as: int,
+) -> None:
+    """Its events came before its entry, and were taken for old ones. What was asked before may
+    lack them, or be the answer of the life before."""
+    old, new, following = announcer(50), announcer(20), Following()
+    views = following.views
+    following.change(views.joined(DISK, "disk", 50, 0))
+    assert views.ask(0) == [DISK]
+    following.hear(old.cleared("start"), stored(old, 1), new.cleared("start"))
+    answers = {50: snapshot(old, 1), 20: snapshot(new)}
+    following.hear(stored(new, 2))
+    following.change(views.joined(DISK, "disk", 20, 2))
+    following.change(views.snapshot(answers[answers_as], 3))
+    assert views.ask(3) == [DISK]
+    following.change(views.snapshot(snapshot(new, 2), 4))
+    assert (views.is_current, following.held) == (True, {2})
+
+
 def test_an_event_of_a_life_that_has_left_the_registry_is_late() -> None:
     disk, following = announcer(3), Following()
     following.change(following.views.joined(DISK, "disk", 3, 0))

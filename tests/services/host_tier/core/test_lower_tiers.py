@@ -525,6 +525,25 @@ def test_the_late_entry_of_an_old_life_does_not_end_a_newer_one() -> None:
     assert (content(view), view.epoch("0")) == ({1, 2}, 9)
 
 
+@pytest.mark.parametrize("answers_as", [3, 9])
+def test_an_answer_from_before_the_entry_of_a_life_with_a_lower_epoch_is_not_the_last(
+    answers_as: int,
+) -> None:
+    """Its events came before its entry, and were taken for old ones. What was asked before may
+    lack them, or be the answer of the life before."""
+    before, today = disk(epoch=9), disk(epoch=3)
+    view = LowerTierView()
+    assert view.joined("0", 0, 9) == [AskDiskSnapshot("0")]
+    view.apply("0", stored(before, 1))
+    answer = snapshot(before, 1) if answers_as == 9 else snapshot(today)
+    view.apply("0", stored(today, 2))
+    assert view.joined("0", 1, 3) == []
+    view.snapshot("0", answer, 2)
+    assert view.tick(2) == [AskDiskSnapshot("0")]
+    view.snapshot("0", snapshot(today, 2), 3)
+    assert (content(view), view.epoch("0"), view.is_current) == ({2}, 3, True)
+
+
 def test_a_registered_life_that_has_left_is_believed_no_more() -> None:
     """Its late events bring nothing back, nor does its answer; the next life is believed again."""
     before, today, following_life = disk(epoch=9), disk(epoch=3), disk(epoch=4)

@@ -530,6 +530,34 @@ def test_what_the_stream_still_has_of_a_higher_epoch_is_doubted(harness: Harness
     assert harness.core.positions() == {KEY: (3, 1)}
 
 
+@pytest.mark.parametrize("answer", [snapshot(1, epoch=3), snapshot(3, 7, epoch=9)])
+def test_an_answer_from_before_the_entry_of_a_life_with_a_lower_epoch_is_not_the_last(
+    harness: Harness, answer: SnapshotReply
+) -> None:
+    """Its events came before its entry, and were taken for old ones. What was asked before may
+    lack them, or be the answer of the life before."""
+    harness.events(cleared(1, epoch=9))
+    assert harness.events(stored(3, 7, epoch=9)) == [RequestSnapshot(KEY)]
+    harness.events(cleared(1, epoch=3), stored(2, 1, epoch=3))
+    harness.send(SourceJoined(KEY, 3))
+    assert harness.snapshot(answer) == [RequestSnapshot(KEY)]
+    harness.snapshot(snapshot(2, 1, epoch=3))
+    assert harness.held() == set(blocks(1))
+    assert harness.tick(60_000) == []
+
+
+def test_an_answer_from_before_the_doubt_of_a_higher_epoch_does_not_end_it() -> None:
+    """The life before was asked, and what it missed came by event; its answer flies."""
+    harness = Harness(Limits(unregistered_ms=50))
+    harness.send(SourceJoined(KEY, 3))
+    assert harness.events(cleared(1, epoch=9), stored(3, 1, epoch=9)) == [RequestSnapshot(KEY)]
+    harness.events(stored(2, 2, epoch=9))
+    assert harness.tick(51) == []
+    assert harness.snapshot(snapshot(3, 1, 2, epoch=9)) == [RequestSnapshot(KEY)]
+    harness.snapshot(snapshot(1, epoch=3))
+    assert harness.held() == set()
+
+
 def test_a_higher_epoch_that_answers_is_doubted_once(harness: Harness) -> None:
     """The index may read events and no registry: a life began since, and its entry is not heard."""
     harness.send(SourceJoined(KEY, 3))
