@@ -153,15 +153,13 @@ class TierViews:
     def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
         """Drop the blocks of a source that has left the registry.
 
-        Its events are ignored until it joins again, or begins another life.
+        Its events are ignored until it joins again, or begins another life. Blocks of a life with a
+        higher epoch go with the life that was named last; if it lives, it is asked when it joins.
         """
         source = self._sources.get(name)
-        if source is None:
+        if source is None or (source.epoch > epoch != source.registered_epoch):
             return []
-        if source.registered_epoch == epoch:
-            source.registered_epoch = 0
-        if source.epoch > epoch:
-            return []
+        source.registered_epoch = 0
         source.begin(epoch)
         source.leave()
         source.left_ms = now_ms

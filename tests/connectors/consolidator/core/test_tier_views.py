@@ -299,6 +299,24 @@ def test_an_answer_from_before_the_entry_of_a_life_with_a_lower_epoch_is_not_the
     assert (views.is_current, following.held) == (True, {2})
 
 
+def test_a_registered_life_takes_with_it_what_is_left_of_one_with_a_higher_epoch() -> None:
+    """Goal: a tier that is gone does not keep the blocks of a former life.
+
+    1. A life with a lower epoch is named, and leaves before it was heard. 2. Its events are late.
+    3. A life with a higher epoch is asked for when it is named, though it was heard before.
+    """
+    old, new, following = announcer(50), announcer(20), Following()
+    views = following.views
+    following.change(views.joined(DISK, "disk", 50, 0))
+    following.hear(old.cleared("start"), stored(old, 1))
+    following.change(views.joined(DISK, "disk", 20, 1))
+    following.change(views.left(DISK, 20, 2))
+    following.hear(new.cleared("start"), stored(new, 2))
+    assert (views.is_current, following.held) == (True, set())
+    following.change(views.joined(DISK, "disk", 50, 3))
+    assert views.ask(3) == [DISK]
+
+
 def test_an_event_of_a_life_that_has_left_the_registry_is_late() -> None:
     disk, following = announcer(3), Following()
     following.change(following.views.joined(DISK, "disk", 3, 0))
