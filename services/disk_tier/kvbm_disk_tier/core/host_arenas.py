@@ -65,6 +65,9 @@ class HostArena:
     """The host tier has joined and not left."""
     epoch: int = 0
     """The newest life that has been heard of."""
+    named_epoch: int = 0
+    """The life that the registry named last. It may have a lower epoch than one that was heard of,
+    because the registry is another one."""
     gone_epoch: int = NOT_GONE
     """The life that has left, until another one is known."""
 
@@ -94,7 +97,7 @@ class HostArenas:
         """Note that a host tier has joined, or lives a new life."""
         host = self._of(instance)
         host.is_there = True
-        host.epoch, host.gone_epoch = max(host.epoch, epoch), NOT_GONE
+        host.epoch, host.named_epoch, host.gone_epoch = max(host.epoch, epoch), epoch, NOT_GONE
         self._ask(host)
         assert host.state in ASKED, f"host tier {instance} is {host.state.name} when it joins"
 
@@ -131,6 +134,8 @@ class HostArenas:
             self._emit(DropArena(arena.instance))
             return
         host.gone_epoch = NOT_GONE
+        if arena.epoch == host.named_epoch:
+            host.epoch = arena.epoch
         self._move(host, "known")
         self.mapped[arena.instance] = arena
         self.refit()

@@ -15,6 +15,7 @@ from kvbm_disk_tier.core.effects import (
     ReadSlots,
     WriteSlots,
 )
+from kvbm_disk_tier.core.host_arenas import UNCUT_MS
 from kvbm_disk_tier.core.messages import (
     ArenaFailed,
     ArenaKnown,
@@ -138,6 +139,21 @@ def test_a_life_that_has_left_is_not_asked_and_one_that_is_heard_of_is() -> None
     assert of(disk.second_stored(4), AskArena) == [AskArena("1")]
     assert not of(disk.step(ArenaKnown(other(epoch=OTHER_EPOCH + 1))), DropArena)
     assert set(disk.core.arenas.mapped) == {"0", "1"}
+
+
+def test_a_life_that_the_registry_names_may_have_a_lower_epoch() -> None:
+    """After the loss of a registry: its arena is the one that is wanted, and not asked for on and
+    on. What is late of the life before has it asked for once, as a life that is not named yet would
+    be."""
+    disk = TwoHosts()
+    disk.step(HostLeft("1"))
+    lower = other(epoch=OTHER_EPOCH - 9)
+    assert of(disk.step(HostJoined("1", lower.epoch)), AskArena) == [AskArena("1")]
+    disk.step(ArenaKnown(lower))
+    assert not of(disk.wait(UNCUT_MS), AskArena)
+    assert of(disk.second_stored(3), AskArena) == [AskArena("1")]
+    disk.step(ArenaKnown(lower))
+    assert not of(disk.wait(UNCUT_MS), AskArena)
 
 
 def test_what_waits_for_an_arena_holds_up_nobody() -> None:
