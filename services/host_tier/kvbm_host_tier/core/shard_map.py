@@ -186,12 +186,13 @@ class Sharding:
     ) -> bool:
         """Take in an instance's registry entry; `is_new`: the entry was not there before.
 
-        Returns whether the map has changed, as the methods below do.
+        Returns whether the map has changed, as the methods below do. Who was gone may come again
+        with a lower epoch: the registry is another one.
         """
         assert instance
         member = self._members.get(instance)
         again = member is None or member.epoch < epoch or (is_new and member.stage in _GONE)
-        if member is not None and epoch < member.epoch:
+        if member is not None and epoch < member.epoch and not again:
             return False
         if again:
             self._hear(instance, epoch, News.SILENT)  # Of a life that is over.

@@ -94,6 +94,19 @@ def test_who_was_silent_for_a_while_is_there_again_in_the_same_life() -> None:
     assert sharding.stage("1") is Stage.SERVING
 
 
+@pytest.mark.parametrize("said_so", [True, False])
+def test_who_is_there_again_may_have_a_lower_epoch(said_so: bool) -> None:
+    """The registry was lost, and counts from another start. Its end is that of the same life."""
+    sharding = front()
+    enter(sharding, "1", 50)
+    sharding.left("1", 50, said_so=said_so)
+    enter(sharding, "1", 5, is_new=True)
+    assert sharding.map.endpoints == {"0": endpoint("0"), "1": endpoint("1")}
+    assert not enter(sharding, "1", 5)
+    assert sharding.left("1", 5, said_so=said_so)
+    assert set(sharding.map.endpoints) == {"0"}
+
+
 def test_news_of_a_former_life_change_nothing() -> None:
     sharding = front()
     enter(sharding, "1", 5)
@@ -162,6 +175,7 @@ class Host(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.epoch, self.now_us = 100, 1_000_000
+        self.low_epoch = 100
         self.lives: dict[str, Sharding] = {}
         self.news: dict[str, deque[tuple[str, int, str, bool, bool]]] = {}
         self.maps: dict[str, deque[ShardMap]] = {}
@@ -183,18 +197,18 @@ class Host(RuleBasedStateMachine):
         for queue in self.maps.values():
             queue.append(shard_map)
 
-    @rule(instance=st.sampled_from(INSTANCES))
-    def join(self, instance: str) -> None:
+    @rule(instance=st.sampled_from(INSTANCES), is_lower=st.booleans())
+    def join(self, instance: str, is_lower: bool) -> None:
         if instance in self.lives:
             return
-        self.epoch += 1
+        self.epoch, self.low_epoch = self.epoch + 1, self.low_epoch - 1
         self.lives[instance] = Sharding(instance)
         self.seen[instance] = []
         self.news[instance] = deque(
             (name, epoch, "entry", takes, True) for name, (epoch, takes) in self.entries.items()
         )
         self.maps[instance] = deque(self.told[-1:])
-        self.entries[instance] = (self.epoch, True)
+        self.entries[instance] = (self.low_epoch if is_lower else self.epoch, True)
         self._write(instance, "entry", is_new=True)
 
     @rule(instance=st.sampled_from(INSTANCES), takes=st.booleans())
