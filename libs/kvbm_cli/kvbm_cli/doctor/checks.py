@@ -22,6 +22,8 @@ CLOCK_ERROR_S_MAX = 1.0
 """Ages of events in metrics, and lists of a shared bucket, are no more exact than the clocks."""
 NIXL_PLUGINS = ("UCX", "POSIX")
 """Without these no tier works."""
+LEFT_MAX = 12
+"""Files of killed processes that are named in one finding."""
 SHM_SPARE_BYTES = 64 << 20
 """Room beside the arena: its table of committed blocks, and UCX's segments, which took 4.3 MB for
 the host tier and as much for each worker."""
@@ -132,6 +134,19 @@ def _shm(facts: Facts, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("shared memory", "ok", found)
+
+
+def _left_memory(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    """Name what killed processes have left in shared memory, and the command that removes it."""
+    if facts.left_memory:
+        paths = [str(left.path) for left in facts.left_memory]
+        files = " ".join(paths[:LEFT_MAX]) + (" …" if len(paths) > LEFT_MAX else "")
+        yield Finding(
+            "left memory",
+            "better",
+            f"{_size(sum(left.bytes for left in facts.left_memory))} of processes that were killed",
+            f"The next start of a host tier removes it; or now: rm {files}",
+        )
 
 
 def _io_uring(facts: Facts, _settings: Settings) -> Iterator[Finding]:
@@ -358,6 +373,7 @@ CHECKS: tuple[Callable[[Facts, Settings], Iterator[Finding]], ...] = (
     _runtime,
     _memlock,
     _shm,
+    _left_memory,
     _io_uring,
     _between_processes,
     _disks,

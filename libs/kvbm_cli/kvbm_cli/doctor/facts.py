@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import ssl
@@ -27,11 +28,12 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.copying import COPIER
 from kvbm_common.cuda.measure import look
 from kvbm_common.errors import ConfigError, KvbmError
+from kvbm_common.memory.leftovers import file_system_of, left_memory
 from kvbm_common.runtime.processes import LockTaken, take_lock
 from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.admin_client import Client
-from kvbm_cli.doctor.directories import disk_facts, free_bytes, own_bytes
+from kvbm_cli.doctor.directories import disk_facts, free_bytes
 from kvbm_cli.doctor.host import (
     DiskFacts,
     EngineFacts,
@@ -77,9 +79,9 @@ def gather(settings: Settings) -> Facts:
     gpu_copies, gpu_error = look(gpu_count) if gpu_count else ((), "")
     return Facts(
         memlock_bytes=_memlock(),
-        shm_fs=_file_system(settings.shm_dir),
+        shm_fs=file_system_of(settings.shm_dir),
         shm_free_bytes=free_bytes(settings.shm_dir),
-        shm_own_bytes=own_bytes(settings.shm_dir, settings.host),
+        shm_own_bytes=_own_memory(settings),
         runtime_error=_runtime_error(settings),
         io_uring=uring,
         linux_aio=aio,
@@ -103,6 +105,7 @@ def gather(settings: Settings) -> Facts:
         engines=engines_of(settings),
         listeners=listeners(),
         secrets=_secrets(settings.creds_dir),
+        left_memory=left_memory(settings.shm_dir),
         refusals=refusals_of(settings),
     )
 
@@ -115,18 +118,16 @@ def _memlock() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _file_system(path: Path) -> str:
-    """Return the type of the file system that a path is on, by the longest mount point above it."""
-    best, kind = "", "missing"
-    if not path.is_dir():
-        return kind
+def _own_memory(settings: Settings) -> int:
+    """Return the bytes in shared memory that a start of this stack gets back."""
+    instances = "|".join(map(re.escape, instances_of("host-tier", settings)))
+    own = re.compile(rf"kvbm-{re.escape(settings.host)}-({instances})-\d+-arena.*")
+    taken = {one.path: one.bytes for one in left_memory(settings.shm_dir)}
     with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
-            _, where, fs, *_ = line.split()
-            inside = path == Path(where) or Path(where) in path.resolve().parents
-            if inside and len(where) >= len(best):
-                best, kind = where, fs
-    return kind
+        for path in settings.shm_dir.iterdir():
+            if own.fullmatch(path.name):
+                taken[path] = path.lstat().st_blocks * 512
+    return sum(taken.values())
 
 
 def _runtime_error(settings: Settings) -> str:

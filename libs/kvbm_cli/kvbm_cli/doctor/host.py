@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm_common.memory.leftovers import LeftMemory
+
 
 @dataclass(frozen=True, slots=True)
 class LeftStore:
@@ -104,6 +106,7 @@ class Facts:
     shm_fs: str
     shm_free_bytes: int
     shm_own_bytes: int
+    """What the next start of the stack may take again: its own arenas, and those left behind."""
     runtime_error: str
     io_uring: str
     """Empty when it works, else the error's name."""
@@ -135,5 +138,7 @@ class Facts:
     listeners: tuple[ListenerFacts, ...] = ()
     secrets: tuple[SecretFacts, ...] = ()
     """The files in the directory of credentials."""
+    left_memory: tuple[LeftMemory, ...] = ()
+    """Shared memory of killed processes."""
     refusals: tuple[str, ...] = ()
     """What services would refuse to open, or to connect to, with these settings."""

@@ -244,10 +244,11 @@ class Arena:
 
 def remove_stale(shm_dir: str | Path, prefix: str) -> list[Path]:
     """Unlink the arenas named `prefix…` whose owner is gone, and return their paths."""
-    return [path for path in sorted(Path(shm_dir).glob(f"{prefix}*")) if _remove_if_stale(path)]
+    return [path for path in sorted(Path(shm_dir).glob(f"{prefix}*")) if remove_if_stale(path)]
 
 
-def _remove_if_stale(path: Path) -> bool:
+def remove_if_stale(path: Path) -> bool:
+    """Unlink an arena if its owner is gone, and return whether it was so."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

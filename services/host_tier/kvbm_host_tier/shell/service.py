@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from pathlib import Path
 
 from kvbm_common.access.curve import refuse_open_to_engines
 from kvbm_common.config.settings import Settings
 from kvbm_common.memory.arena import ArenaStopped, remove_stale
+from kvbm_common.memory.leftovers import remove_left
 from kvbm_common.service.process import ServiceContext, run
 from kvbm_common.service.tracing import wanted
 from kvbm_common.tier.blocks import BATCH_UNIT_BYTES
@@ -29,7 +31,7 @@ async def serve(context: ServiceContext) -> None:
     """Run the host tier of this host."""
     settings = context.settings
     prefix = f"kvbm-{context.host}-{context.instance}-"
-    remove_stale(settings.shm_dir, prefix)
+    await asyncio.to_thread(_sweep, settings.shm_dir, prefix)
     puller = Puller(settings.shm_dir, name=f"{prefix}{context.epoch}", counters=context.counters)
     limits = _limits(context)
     try:
@@ -55,6 +57,13 @@ async def serve(context: ServiceContext) -> None:
         log.info("%s", error)
     finally:
         puller.close()
+
+
+def _sweep(shm_dir: Path, prefix: str) -> None:
+    """Remove what a former life of this instance has left, and killed processes of other names."""
+    remove_stale(shm_dir, prefix)
+    for left in remove_left(shm_dir):
+        log.warning("removed %s, %d bytes: its owner was killed", left.path, left.bytes)
 
 
 def _memory_of(view: HostTierView, limits: HostTierLimits, settings: Settings) -> dict[str, int]:

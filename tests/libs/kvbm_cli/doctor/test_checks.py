@@ -17,6 +17,7 @@ from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
 from kvbm_cli.doctor.left_stores import left_stores, unused_stores
 from kvbm_common.config.settings import Settings
+from kvbm_common.memory.leftovers import LeftMemory
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.processes import free_port
 from kvbm_disk_tier.shell.own_files import lock_directory
@@ -163,6 +164,23 @@ async def test_engines_of_this_host_are_those_that_the_admin_api_lists() -> None
         found = await asyncio.to_thread(engines_of, chosen)
     assert found == (EngineFacts("vllm-0", 0, "never"),)
     assert engines_of(settings(host="here", metrics_port=free_port())) == ()
+
+
+def test_memory_of_killed_processes_is_named_with_the_command_that_removes_it() -> None:
+    left = tuple(LeftMemory(Path(f"/dev/shm/kvbm-old-{n}-7-arena"), GB) for n in range(20))
+    [finding] = judged(dataclasses.replace(HEALTHY, left_memory=left))
+    assert (finding.check, finding.level) == ("left memory", "better")
+    assert finding.found == "20.00 GB of processes that were killed"
+    assert "rm /dev/shm/kvbm-old-0-7-arena /dev/shm/kvbm-old-1-7-arena " in finding.advice
+    assert finding.advice.endswith("…")
+
+
+def test_room_in_shared_memory_counts_what_a_start_gets_back(tmp_path: Path) -> None:
+    """The arena of this host is its own, and not that of a host whose name begins alike."""
+    for name in ("kvbm-node-0-7-arena", "kvbm-node-1-0-7-arena", "kvbm-node-0-7-arena-roster"):
+        (tmp_path / name).write_bytes(b"1" * 8192)
+    facts = gather(settings(host="node", shm_dir=tmp_path, nats_url="nats://127.0.0.1:1"))
+    assert facts.shm_own_bytes == 2 * 8192
 
 
 def test_a_store_of_a_former_name_is_named_with_its_size(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
+from kvbm_common.memory.arena import Arena
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.wire.events import Run, Stored
@@ -18,6 +21,7 @@ from tests.services.host_tier.engine import DEADLINE_S, RealEngine
 from tests.services.host_tier.helpers import NAMESPACE, incarnation, name
 from tests.services.host_tier.running import (
     held,
+    living,
     stats_of,
     wait_ready,
     wait_stats,
@@ -110,3 +114,18 @@ async def test_kill_9_and_another_life(settings: Settings, bus: Bus, tmp_path: P
     await process.end(signal.SIGTERM, deadline_s=4.0)
     assert list(settings.shm_dir.iterdir()) == []
     assert "host-tier.sock" not in os.listdir(tmp_path)
+
+
+async def test_a_start_removes_what_was_killed_under_other_names(
+    settings: Settings, bus: Bus
+) -> None:
+    """1. An arena of another host and instance is left, and one is in use. 2. A host tier starts:
+    what was left is gone."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        left = Path(place) / "kvbm-old-3-7-arena"
+        left.write_bytes(b"1" * 4096)
+        with Arena.create(place, "kvbm-other-0-7-arena", 4096) as used:
+            async with living(replace(settings, shm_dir=Path(place))):
+                await wait_ready(bus)
+                assert not left.exists()
+                assert used.path.exists()
