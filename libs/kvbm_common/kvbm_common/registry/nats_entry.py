@@ -137,15 +137,10 @@ class NatsRegistration(HeldEntry):
 
     async def _delete_unread(self, revision: int) -> None:
         """Delete the entry, if it is still as it was read."""
-        try:
-            await self._delete_at(revision)
-        except JetStreamError as error:
-            if error.server_code not in WRONG_REVISION:
-                raise
+        await remove_entry(self._link, self._record.key, revision)
 
     async def _delete_at(self, revision: int) -> None:
-        headers = DELETE | {EXPECTED: str(revision)}
-        await publish_acknowledged(self._link, REGISTRY, self._subject, b"", headers=headers)
+        await _delete_entry(self._link, self._record.key, revision)
 
     async def put(self, *, take_over: bool) -> None:
         """Write the record; unless `take_over`, only over our own last revision.
@@ -228,6 +223,25 @@ class NatsRegistration(HeldEntry):
         except UNREADABLE:
             return None, 0  # Not there (an empty reply with a status), or without an owner.
         return record, int(reply.headers.get("Nats-Sequence", 0))
+
+
+async def remove_entry(link: Link, key: str, revision: int) -> None:
+    """Delete an entry, if it is still as it was read.
+
+    Raises JetStreamError, BusUnavailable, DeadlineExceeded.
+    """
+    assert revision >= 0, f"{key} was read at {revision}"
+    try:
+        await _delete_entry(link, key, revision)
+    except JetStreamError as error:
+        if error.server_code not in WRONG_REVISION:
+            raise
+
+
+async def _delete_entry(link: Link, key: str, revision: int) -> None:
+    headers = DELETE | {EXPECTED: str(revision)}
+    subject = f"{PREFIX}services.{key}"
+    await publish_acknowledged(link, REGISTRY, subject, b"", headers=headers)
 
 
 def _heartbeat_s(wanted_s: float) -> float:

@@ -37,7 +37,7 @@ from kvbm_common.nats.jetstream import (
     publish_acknowledged,
 )
 from kvbm_common.nats.streams import REGISTRY
-from kvbm_common.registry.nats_entry import PREFIX, NatsRegistration
+from kvbm_common.registry.nats_entry import PREFIX, NatsRegistration, remove_entry
 from kvbm_common.registry.records import (
     Changed,
     Info,
@@ -95,6 +95,9 @@ class NatsRegistry(WatchedRegistry):
         self._holder: NatsRegistration | None = None
         """The first entry of this process that lives."""
         self._subscription: EventSubscription | None = None
+        self._revisions: dict[str, int] = {}
+        """The revision of each entry as it was last read."""
+        self._removals: set[asyncio.Task[None]] = set()
 
     async def register(
         self, kind: str, host: str, instance: str, info: Info | None = None
@@ -143,6 +146,8 @@ class NatsRegistry(WatchedRegistry):
         await super().close()
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
+        for removal in self._removals:
+            removal.cancel()
         if self._subscription is not None:
             await self._subscription.close()
 
@@ -181,6 +186,7 @@ class NatsRegistry(WatchedRegistry):
         """Take an entry as it was written; False: a heartbeat, which says nothing new."""
         key = message.subject.removeprefix(f"{PREFIX}services.")
         before = self._records.get(key)
+        self._revisions[key] = message.sequence
         self._lapsed.pop(key, None)
         if not message.payload:  # A delete marker.
             self._leave(key, "deleted")
@@ -280,14 +286,38 @@ class NatsRegistry(WatchedRegistry):
 
     def _leave(self, key: str, reason: str) -> None:
         record = self._records.pop(key, None)
+        revision = self._revisions.pop(key, 0)
         self._payloads.pop(key, None)
         self._alone_ttl_s.pop(key, None)
         if record is not None:
             if record.held_by and reason == "expired":
                 self._lapsed[key] = record, time.monotonic()
+            elif reason == "expired" and self._is_sibling(record):
+                removal = asyncio.create_task(self._remove(key, revision), name=f"remove {key}")
+                self._removals.add(removal)
+                removal.add_done_callback(self._removals.discard)
             self._count_holders_heartbeat(record)
             del self._seen_s[key]
             self._tell(Left(record, reason))
+
+    def _is_sibling(self, record: ServiceRecord) -> bool:
+        """Tell whether an entry is another instance of a service that this process is on its host.
+
+        A role may write such entries, and no others.
+        """
+        own = {(one.record.kind, one.record.host): one.record.key for one in self._registrations}
+        return own.get((record.kind, record.host), record.key) != record.key
+
+    async def _remove(self, key: str, revision: int) -> None:
+        """Delete the entry of a dead sibling, unless it has been written since it was read.
+
+        Every later reader would take it for alive until its time is over. One that lives after all
+        enters again with its next heartbeat.
+        """
+        try:
+            await remove_entry(self._link, key, revision)
+        except KvbmError as error:
+            _log.warning("removal", f"the entry of {key} stays for an hour: {error}")
 
     def _count_holders_heartbeat(self, holder: ServiceRecord) -> None:
         """Count an entry's last heartbeat for what it held, too: a consolidator that starts again

@@ -87,7 +87,11 @@ class Siblings:
             return
         for instance, (epoch, endpoint) in self._view.siblings().items():
             if is_deserted(endpoint):
-                self._log.warning("deserted", f"host tier {instance} does not listen any more")
+                self._log.warning(
+                    "deserted",
+                    f"host tier {instance} does not listen any more: others serve its engines, "
+                    "and its entry goes once it has been silent for KVBM_REGISTRY_TTL_S",
+                )
                 self._complete(MemberLeft(instance, epoch, said_so=False))
 
     def _takes_front(self) -> bool:

@@ -444,3 +444,48 @@ async def test_without_nats_it_is_unavailable(
     nats_server.kill()
     with pytest.raises(RegistryUnavailable):
         await registry.register("index", "h", "0")
+
+
+async def _entry_of(bus: Bus, key: str) -> bytes:
+    """What the bucket has under a key; empty: nothing, or a delete marker."""
+    subject = f"$JS.API.DIRECT.GET.{REGISTRY.name}.{PREFIX}services.{key}"
+    return (await bus.request_raw(subject, b"", deadline_s=1.0)).payload
+
+
+@pytest.mark.parametrize("beside", ["host-tier h 1", "host-tier other 1", "disk-tier h 1"])
+async def test_the_entry_of_a_killed_sibling_is_removed(
+    make_nats_registry: MakeRegistry, bus: Bus, beside: str
+) -> None:
+    """1. A host tier is killed. 2. A sibling removes its entry, so that later readers do not take
+    it for alive at first. No other service does: it has no right to."""
+    ours, theirs, reader = [await make_nats_registry() for _ in range(3)]
+    await ours.register("host-tier", "h", "0")
+    kind, host, instance = beside.split()
+    await theirs.register(kind, host, instance)
+    events: list[RegistryEvent] = []
+    theirs.watch(events.append)
+    reader.watch(events.append)
+    await ours.close()
+    await wait_until(
+        lambda: sum(isinstance(event, Left) for event in events) == 2, deadline_s=4 * TTL_S
+    )
+    await theirs.register("metrics", "h", "0")  # Written later than a removal that had begun.
+    found = await _entry_of(bus, "host-tier.h.0")
+    assert bool(found) == (beside != "host-tier h 1")
+
+
+async def test_a_sibling_that_was_silent_enters_again(
+    make_nats_registry: MakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a process that stood still is back with its next heartbeat, in the same life."""
+    ours, theirs = await make_nats_registry(), await make_nats_registry()
+    events: list[RegistryEvent] = []
+    theirs.watch(events.append)
+    silent = await ours.register("host-tier", "h", "0")
+    await theirs.register("host-tier", "h", "1")
+    monkeypatch.setattr(silent, "put", _hangs)
+    await wait_until(lambda: isinstance(events[-1], Left), deadline_s=4 * TTL_S)
+    monkeypatch.undo()
+    await wait_until(lambda: isinstance(events[-1], Joined), deadline_s=4 * TTL_S)
+    assert events[-1].record == silent.record
+    assert not silent.lost.is_set()
