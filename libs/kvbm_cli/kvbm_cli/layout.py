@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from kvbm_common.config.settings import Settings
 from kvbm_common.wire.operator_verbs import TIERS
 
+from kvbm_cli.disk_stores import directories_by_number
+
 
 def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
     """Return the processes of a kind, by name, each with the variables that differ from the others.
@@ -18,8 +20,10 @@ def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
         return {}
     if kind == "disk-tier":
         size, slots = settings.disk_cache_gb, settings.disk_cache_override_num_blocks
-        directories = settings.disk_cache_dirs
-        own = [{"DYN_KVBM_DISK_CACHE_DIR": str(directory)} for directory in directories]
+        own = [
+            {"DYN_KVBM_DISK_CACHE_DIR": str(directory)} | _numbered(number, settings)
+            for number, directory in directories_by_number(settings).items()
+        ]
         return _shared_out(kind, settings, own, "DYN_KVBM_DISK_CACHE", size, slots)
     if kind == "host-tier":
         size, slots = settings.cpu_cache_gb, settings.cpu_cache_override_num_blocks
@@ -49,7 +53,7 @@ def _shared_out(
 ) -> dict[str, dict[str, str]]:
     """Return several processes of a kind, each with an equal share of the size."""
     count = len(own)
-    if count == 1:
+    if count == 1 and own[0].get("KVBM_INSTANCE", settings.instance) == settings.instance:
         return {kind: {}}
     shared = {
         f"{prefix}_GB": str(size_gb / count),
@@ -57,10 +61,16 @@ def _shared_out(
     }
     return {
         f"{kind}-{number}" if number else kind: shared
-        | {"KVBM_INSTANCE": f"{settings.instance}-{number}" if number else settings.instance}
+        | _numbered(number, settings)
         | dict(variables)
         for number, variables in enumerate(own)
     }
+
+
+def _numbered(number: int, settings: Settings) -> dict[str, str]:
+    """Return the variable with the instance that has a number in a stack."""
+    own = settings.instance
+    return {"KVBM_INSTANCE": f"{own}-{number}" if number else own}
 
 
 def port_of(number: int, settings: Settings) -> dict[str, str]:

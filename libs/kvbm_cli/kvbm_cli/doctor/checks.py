@@ -209,8 +209,8 @@ def _left(store: LeftStore, settings: Settings) -> Finding:
     if is_own(store, settings):
         found = "that no disk tier of these settings uses"
         advice = (
-            "Set DYN_KVBM_DISK_CACHE_DIR (its order counts), KVBM_HOST and the size as before to "
-            "keep the blocks, or delete the directory."
+            "Set DYN_KVBM_DISK_CACHE_DIR, KVBM_INSTANCE and the size as before to keep the blocks, "
+            "or delete the directory."
         )
     return Finding(f"store {store.path}", "better", f"{_size(store.bytes)} {found}", advice)
 

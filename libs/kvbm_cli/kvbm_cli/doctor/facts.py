@@ -33,6 +33,7 @@ from kvbm_common.runtime.processes import LockTaken, take_lock
 from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.admin_client import Client
+from kvbm_cli.disk_stores import directories_by_number
 from kvbm_cli.doctor.directories import disk_facts, free_bytes
 from kvbm_cli.doctor.host import (
     DiskFacts,
@@ -199,7 +200,7 @@ def _clock() -> tuple[bool, float]:
 def _disks(settings: Settings) -> tuple[DiskFacts, ...]:
     """Look at each directory as the disk tier of its own sees it."""
     instances = instances_of("disk-tier", settings)
-    pairs = zip(settings.disk_cache_dirs, instances, strict=True)
+    pairs = zip(directories_by_number(settings).values(), instances, strict=True)
     return tuple(
         disk_facts(directory, settings.disk_store(directory, instance), settings)
         for directory, instance in pairs

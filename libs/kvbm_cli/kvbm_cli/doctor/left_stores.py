@@ -1,5 +1,5 @@
 """Stores that no disk tier of the settings uses: what a host leaves behind that gets another name,
-other directories, or another order of them."""
+other directories, or no disk cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 
 from kvbm_common.config.settings import Settings
 
+from kvbm_cli.disk_stores import JOURNAL, is_store_of
 from kvbm_cli.doctor.host import LeftStore
 from kvbm_cli.layout import processes_of
 
-JOURNAL = "journal"
-"""A directory with this file is a disk tier's store."""
 STORES_MAX = 1_000
 """Directories that are looked at."""
 
@@ -32,14 +31,17 @@ def left_stores(directory: Path, settings: Settings) -> tuple[LeftStore, ...]:
 
 
 def is_own(store: LeftStore, settings: Settings) -> bool:
-    """Tell whether a left store has this host's name, as after another order of directories."""
-    return store.path.name.startswith(f"kvbm-{settings.host}-")
+    """Tell whether a left store is of this host, as after fewer directories."""
+    return is_store_of(store.path, settings)
 
 
 def unused_stores(settings: Settings) -> list[str]:
-    """Return a line for each store of this host's name that its disk tiers do not use."""
+    """Return a line for each store of this host that its disk tiers do not use."""
+    why = "DYN_KVBM_DISK_CACHE_GB is 0"
+    if settings.disk_cache_gb or settings.disk_cache_override_num_blocks:
+        why = "its directory has another disk tier; kvbm doctor says what to do"
     return [
-        f"{store.path} is not used: the order of DYN_KVBM_DISK_CACHE_DIR says which store is whose"
+        f"{store.path} is not used: {why}"
         for directory in settings.disk_cache_dirs
         for store in left_stores(directory, settings)
         if is_own(store, settings)

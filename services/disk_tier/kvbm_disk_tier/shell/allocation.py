@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from kvbm_disk_tier.shell.own_files import open_own
 
 KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE: the space lies behind the end of the file, which stays where it is."""
+PROBE_BYTES = 4096
 ZEROS = bytes(16 * 1024 * 1024)
 FLUSH_BYTES = 256 * 1024 * 1024
 """After so many zeros the disk is waited for: dirty pages would push other programs' out."""
@@ -108,3 +110,16 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
             raise OSError(errno.EIO, "the file takes no bytes")
         view, offset = view[written:], offset + written
     return len(data)
+
+
+def cut_off(path: Path, size: int) -> None:
+    """Give back the space behind the last slot; raises OSError."""
+    assert size > 0, f"{path} is cut off at {size}"
+    if path.stat().st_size > size:
+        os.truncate(path, size)
+
+
+def probe_read(fd: int) -> None:
+    """Read a little of the file of slots; raises OSError."""
+    if os.preadv(fd, [mmap.mmap(-1, PROBE_BYTES)], 0) < PROBE_BYTES:
+        raise OSError(errno.EIO, "the file of slots is shorter than it was")

@@ -51,6 +51,7 @@ async def serve(context: ServiceContext) -> None:
         cipher=CIPHER if keys is not None else "",
         sync=settings.disk_sync,
         journal_records_per_slot=limits.journal_records_per_slot,
+        host=context.host,
     )
     core = DiskTierCore(
         host=context.host,

@@ -1,7 +1,7 @@
 """The store: a locked directory with one preallocated file of slots, and its journal.
 
     <DYN_KVBM_DISK_CACHE_DIR>/kvbm-<host>-<instance>/
-        header     what the file is: format, first size and number of slots, cipher (JSON)
+        header     what the file is: format, first size and number of slots, cipher, host (JSON)
         slots      slabs of slab_slots · stride bytes; the stride is slot_bytes, or 4 KiB more in a
                    sealed store. In a slab, slots of one size follow each other
         journal    records of kvbm_disk_tier.core.journal; `spare` beside it: see `journal_file`
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay, replay
 from kvbm_disk_tier.core.journal_writer import journal_records_max
 from kvbm_disk_tier.core.resizing import resized
-from kvbm_disk_tier.shell.allocation import fallocate, fill, move_slots
+from kvbm_disk_tier.shell.allocation import cut_off, fallocate, fill, move_slots, probe_read
 from kvbm_disk_tier.shell.journal_file import JournalFile, close
 from kvbm_disk_tier.shell.own_files import lock_directory, open_own, read_own
 from kvbm_disk_tier.shell.store_header import (
@@ -45,7 +44,6 @@ from kvbm_disk_tier.shell.store_header import (
 PAGE_BYTES = 4096
 JOURNAL_SLACK = 4
 """One part of so many more: a journal goes on growing while its rewrite waits for its turn."""
-PROBE_BYTES = 4096
 SEALED_CURE = "set KVBM_DISK_KEYS or KVBM_DISK_KEYS_FILE, or delete the directory"
 MOVED_BYTES_MAX = 16 * 1024**3
 """Bytes moved when a store is made smaller: some ten seconds, in which it serves nothing."""
@@ -81,6 +79,8 @@ class StoreOptions:
     """`commit`: data and journal are synchronised before a block is announced."""
     journal_records_per_slot: int = 4
     """Records per slot, as the core counts them: the journal's space is taken for so many."""
+    host: str = ""
+    """The name of this host, for the header."""
 
 
 class Store:
@@ -158,26 +158,28 @@ class Store:
             log.warning("the store in %s is not used: %s", self.options.directory, error)
             return None
         found = replay(data, header.layout)
-        if header.format != FORMAT:
+        if header.format != FORMAT or header.host != self.options.host:
             header = self._renew(header)
         wanted = self._slot_count(header.slot_bytes)
         if wanted > header.slot_count:
             header = self._grow(header, wanted)
         with contextlib.suppress(OSError):  # What a shrinking that did not end has left.
-            self._cut_off(header)
+            cut_off(self._path("slots"), header.layout.total_bytes)
         self._open_files(header, journal_bytes=len(data))
         if wanted < header.slot_count:
             found = self._shrink(header, wanted, found)
         return self._journal.renumbered(found)
 
     def _renew(self, header: Header) -> Header:
-        """Make a store of one size one of several: its blocks stay where they are."""
-        new = Header.of(header.slot_bytes, header.slot_count, header.cipher)
+        """Make a store of one size one of several, and name its host: its blocks stay in place."""
+        new = msgspec.structs.replace(header, host=self.options.host)
+        if header.format != FORMAT:
+            new = Header.of(header.slot_bytes, header.slot_count, header.cipher, new.host)
         try:
             write_header(self.options.directory, new)
         except OSError as error:  # The next life tries again.
             where = self.options.directory
-            log.warning("the store in %s keeps format %d: %s", where, header.format, error)
+            log.warning("the store in %s keeps its header: %s", where, error)
         return new
 
     def _grow(self, header: Header, wanted: int) -> Header:
@@ -211,7 +213,7 @@ class Store:
             )
             self.rewrite(records)
             write_header(self.options.directory, new)
-            self._cut_off(new)
+            cut_off(self._path("slots"), new.layout.total_bytes)
         except OSError as error:
             self._close_files()
             raise StoreError(f"no smaller store in {self.options.directory}: {error}") from error
@@ -224,12 +226,6 @@ class Store:
         moved_bytes = sum(move.units for move in moves) * UNIT_BYTES
         order, count = found.next_order, len(records)
         return Replay(kept, order + count, count, found.damaged, moved_bytes)
-
-    def _cut_off(self, header: Header) -> None:
-        """Give back the space behind the last slot; raises OSError."""
-        path, size = self._path("slots"), header.layout.total_bytes
-        if path.stat().st_size > size:
-            os.truncate(path, size)
 
     def _sizes(self, new: Header, old: Header) -> tuple[Path, int, int]:
         return self.options.directory, new.slot_count, old.slot_count
@@ -268,7 +264,8 @@ class Store:
         """
         self.acquire()
         self._close_files()
-        header = Header.of(slot_bytes, self._slot_count(slot_bytes), self.options.cipher)
+        slots = self._slot_count(slot_bytes)
+        header = Header.of(slot_bytes, slots, self.options.cipher, self.options.host)
         try:
             self._path(HEADER).unlink(missing_ok=True)
             self._journal.remove()
@@ -388,13 +385,9 @@ class Store:
     def probe(self) -> tuple[str, str]:
         """Try to read and to write a little; returns what failed of either, or nothing."""
         failures = ["", ""]
-        for number, attempt in enumerate((self._probe_read, self._journal.probe)):
+        for number, attempt in enumerate((lambda: probe_read(self.fd), self._journal.probe)):
             try:
                 attempt()
             except OSError as error:
                 failures[number] = str(error)
         return failures[0], failures[1]
-
-    def _probe_read(self) -> None:
-        if os.preadv(self.fd, [mmap.mmap(-1, PROBE_BYTES)], 0) < PROBE_BYTES:
-            raise OSError(errno.EIO, "the file of slots is shorter than it was")

@@ -37,6 +37,8 @@ class Header(msgspec.Struct, frozen=True):
     """How blocks are sealed; empty: they are not."""
     slab_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Slots of the first size in a slab; 0 in a store of one size."""
+    host: str = ""
+    """The host whose disk tier has the store; empty in one of an earlier release."""
 
     @property
     def damage(self) -> str:
@@ -68,9 +70,9 @@ class Header(msgspec.Struct, frozen=True):
         return new.slab_slots <= SHORTER_SLABS_MAX * self.layout.slab_slots
 
     @classmethod
-    def of(cls, slot_bytes: int, slot_count: int, cipher: str) -> Header:
+    def of(cls, slot_bytes: int, slot_count: int, cipher: str, host: str = "") -> Header:
         """Return the header of a new store."""
-        header = cls(FORMAT, slot_bytes, slot_count, cipher)
+        header = cls(FORMAT, slot_bytes, slot_count, cipher, host=host)
         return msgspec.structs.replace(header, slab_slots=header.layout.slab_slots)
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvbm_cli.disk_stores import is_store_of
 from kvbm_cli.doctor.checks import examine
 from kvbm_cli.doctor.facts import engines_of, gather
 from kvbm_cli.doctor.finding import Finding
@@ -213,24 +214,47 @@ def store_in(directory: Path, name: str) -> Path:
 
 
 def test_stores_of_this_host_that_no_disk_tier_uses_are_named(tmp_path: Path) -> None:
-    """1. The directories are swapped: each holds the other's store. 2. A former name begins with
-    this host's. 3. The directories as they were: only the former name's is left."""
+    """1. Each of two directories holds both stores: one of them is left in each. 2. A former name
+    begins with this host's. 3. Without a disk cache all are left."""
     first, second = tmp_path / "a", tmp_path / "b"
-    own = store_in(first, "kvbm-node-0"), store_in(second, "kvbm-node-0-1")
-    former = store_in(first, "kvbm-node-1-0")
-    swapped = settings(host="node", disk_cache_dirs=f"{second},{first}")
-    assert [one.path for one in left_stores(first, swapped)] == [own[0], former]
-    assert [one.path for one in left_stores(second, swapped)] == [own[1]]
-    assert [line.split()[0] for line in unused_stores(swapped)] == [
-        str(path) for path in (own[1], own[0], former)
-    ]
-    [facts] = [dataclasses.replace(DISK, left=left_stores(second, swapped))]
-    [finding] = judged(dataclasses.replace(HEALTHY, disks=(facts,)), swapped)
-    assert (finding.check, finding.level) == (f"store {own[1]}", "better")
-    assert "its order counts" in finding.advice
+    own = store_in(first, "kvbm-node-0-1"), store_in(second, "kvbm-node-0")
+    used = store_in(first, "kvbm-node-0"), store_in(second, "kvbm-node-0-1")
+    former = store_in(first, "kvbm-node-2-0")
     in_order = settings(host="node", disk_cache_dirs=f"{first},{second}")
-    assert [one.path for one in left_stores(first, in_order)] == [former]
-    assert left_stores(second, in_order) == ()
+    assert [one.path for one in left_stores(first, in_order)] == [own[0], former]
+    assert [one.path for one in left_stores(second, in_order)] == [own[1]]
+    assert [line.split()[0] for line in unused_stores(in_order)] == [str(path) for path in own]
+    [facts] = [dataclasses.replace(DISK, left=left_stores(second, in_order))]
+    [finding] = judged(dataclasses.replace(HEALTHY, disks=(facts,)), in_order)
+    assert (finding.check, finding.level) == (f"store {own[1]}", "better")
+    assert "no disk tier of these settings" in finding.found
+    without = settings(host="node", disk_cache_dirs=f"{first},{second}", disk_cache_gb=0)
+    assert sorted(unused_stores(without)) == [
+        f"{path} is not used: DYN_KVBM_DISK_CACHE_GB is 0" for path in sorted((*own, *used))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "is_of_host"),
+    [
+        ("kvbm-node-7", "", True),
+        ("kvbm-node-2-1", "", True),
+        ("kvbm-node-2-0", "", False),
+        ("kvbm-node-2-0-1", "", False),
+        ("kvbm-node-2-1", '{"host": "node-2"}', False),
+        ("kvbm-node-2-0", '{"host": "node"}', True),
+        ("kvbm-node-2-1", '{"format": 3}', True),
+        ("kvbm-node-2-1", "[", True),
+    ],
+)
+def test_a_store_is_of_the_host_that_its_header_names(
+    tmp_path: Path, name: str, header: str, *, is_of_host: bool
+) -> None:
+    """Without a header that does, the name decides: no instance of a stack ends with `-0`."""
+    store = store_in(tmp_path, name)
+    if header:
+        (store / "header").write_text(header)
+    assert is_store_of(store, settings(host="node")) == is_of_host
 
 
 def test_disks_are_looked_at_where_the_size_is_in_blocks_or_zero(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -224,6 +225,19 @@ def test_a_store_of_one_size_is_resized_as_well(tmp_path: Path) -> None:
     (tmp_path / "store/header").write_text('{"format":2,"slot_bytes":4096,"slot_count":8}')
     assert recovered(tmp_path, 7) == {3: 3, 0: 7}
     assert recovered(tmp_path, 9) == {3: 3, 0: 7}
+
+
+def test_a_header_names_the_host(tmp_path: Path) -> None:
+    """A store of an earlier release gets the name, and keeps its blocks and its slabs."""
+    filled(tmp_path, 8, 3, 7)
+    before = json.loads((tmp_path / "store/header").read_text())
+    assert before["host"] == ""
+    store = store_of(tmp_path, 8, host="h")
+    found = store.recover()
+    store.close()
+    assert found is not None
+    assert list(found.blocks) == [3, 7]
+    assert json.loads((tmp_path / "store/header").read_text()) == before | {"host": "h"}
 
 
 def test_without_room_to_grow_it_stays_as_it_is(

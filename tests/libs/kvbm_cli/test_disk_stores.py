@@ -1,0 +1,77 @@
+"""A directory keeps the disk tier whose store it holds."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from kvbm_cli import disk_stores
+from kvbm_cli.disk_stores import directories_by_number, numbers_of
+from kvbm_cli.layout import instances_of, processes_of
+from kvbm_common.config.settings import Settings
+
+
+def stored(directory: Path, *names: str) -> Path:
+    """Make a directory with these stores."""
+    for name in names:
+        (directory / name).mkdir(parents=True)
+        (directory / name / "journal").write_bytes(b"1")
+    return directory
+
+
+def settings(*directories: Path) -> Settings:
+    texts = {"host": "h", "disk_cache_gb": 1, "disk_cache_dirs": ",".join(map(str, directories))}
+    return Settings.load({}, texts)
+
+
+def test_directories_in_another_order_keep_their_disk_tiers(tmp_path: Path) -> None:
+    first = stored(tmp_path / "a", "kvbm-h-0", "kvbm-h-2-1", "kvbm-other-0-1")
+    second = stored(tmp_path / "b", "kvbm-h-0-1")
+    for chosen in (settings(first, second), settings(second, first)):
+        own = processes_of("disk-tier", chosen)
+        assert {name: one["DYN_KVBM_DISK_CACHE_DIR"] for name, one in own.items()} == {
+            "disk-tier": str(first),
+            "disk-tier-1": str(second),
+        }
+        assert instances_of("disk-tier", chosen) == ["0", "0-1"]
+
+
+def test_a_directory_that_is_left_alone_keeps_its_disk_tier(tmp_path: Path) -> None:
+    """The first disk has failed, and is taken out of the list."""
+    second = stored(tmp_path / "b", "kvbm-h-0-1")
+    own = processes_of("disk-tier", settings(second))["disk-tier"]
+    assert own["KVBM_INSTANCE"] == "0-1"
+    first = stored(tmp_path / "a", "kvbm-h-0")
+    assert processes_of("disk-tier", settings(first)) == {"disk-tier": {}}
+
+
+def test_a_new_directory_gets_a_number_that_is_free(tmp_path: Path) -> None:
+    new, first, third = tmp_path / "n", stored(tmp_path / "a", "kvbm-h-0"), tmp_path / "c"
+    stored(third, "kvbm-h-0-2")
+    assert directories_by_number(settings(new, first, third)) == {0: first, 1: new, 2: third}
+
+
+@pytest.mark.parametrize(
+    ("held", "numbers"),
+    [
+        ([set(), set()], [0, 1]),
+        ([{0, 1}, {0, 1}], [0, 1]),
+        ([{1}, {1}], [0, 1]),
+        ([{5}, set(), {0}], [5, 1, 0]),
+        ([{1, 2}, set(), {1}], [1, 0, 2]),
+    ],
+)
+def test_no_two_directories_have_one_number(held: list[set[int]], numbers: list[int]) -> None:
+    assert numbers_of(held) == numbers
+
+
+def test_a_directory_that_hangs_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = stored(tmp_path / "a", "kvbm-h-0-1"), stored(tmp_path / "b", "kvbm-h-0")
+    hangs = threading.Event()
+    monkeypatch.setattr(disk_stores, "LOOK_S", 0.01)
+    monkeypatch.setattr(disk_stores, "numbers_in", lambda *_: set(range(hangs.wait())))
+    assert directories_by_number(settings(first, second)) == {0: first, 1: second}
+    hangs.set()
