@@ -218,9 +218,8 @@ def _left(store: LeftStore, settings: Settings) -> Finding:
 def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
     name = f"disk {disk.path}"
     if disk.error:
-        return Finding(
-            name, "wrong", disk.error, "Make the directory, owned by the services' user."
-        )
+        advice = disk.advice or "Make the directory, owned by the services' user."
+        return Finding(name, "wrong", disk.error, advice)
     has_room = disk.free_bytes + disk.own_bytes
     found = f"{_size(has_room)} for {_size(share) if share else 'its blocks'}"
     if has_room < share:

@@ -10,6 +10,7 @@ from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
 
 from kvbm_common.config.settings import Settings
+from kvbm_common.runtime.mounts import missing_mount
 
 from kvbm_cli.doctor.host import DiskFacts
 from kvbm_cli.doctor.left_stores import left_stores
@@ -20,6 +21,8 @@ BLOCK_BYTES = 4096
 
 def disk_facts(directory: Path, store: Path, settings: Settings) -> DiskFacts:
     """Look at a directory for a disk, below which a tier opens `store` or makes it."""
+    if missing := missing_mount(store, settings.state_dir):
+        return DiskFacts(path=directory, error=missing.found, advice=missing.advice)
     # A store is tried itself: its tier needs no right beside it.
     place = _nearest(store)
     where = f"{place}: " if place != directory else ""

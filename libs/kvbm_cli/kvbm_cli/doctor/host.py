@@ -22,7 +22,9 @@ class DiskFacts:
 
     path: Path
     error: str = ""
-    """Why it cannot be written to; then the rest means nothing."""
+    """Why it is not used; then the rest means nothing."""
+    advice: str = ""
+    """What to do about the error; empty: the directory is to be one of the services' user."""
     free_bytes: int = 0
     own_bytes: int = 0
     """What our own files there take already."""

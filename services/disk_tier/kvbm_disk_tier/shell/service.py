@@ -52,6 +52,7 @@ async def serve(context: ServiceContext) -> None:
         sync=settings.disk_sync,
         journal_records_per_slot=limits.journal_records_per_slot,
         host=context.host,
+        state_dir=settings.state_dir,
     )
     core = DiskTierCore(
         host=context.host,

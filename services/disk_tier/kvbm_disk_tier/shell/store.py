@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 from kvbm_common.errors import KvbmError
+from kvbm_common.runtime.mounts import missing_mount, note_mount
 from kvbm_common.tier.blocks import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES
 
@@ -81,6 +82,8 @@ class StoreOptions:
     """Records per slot, as the core counts them: the journal's space is taken for so many."""
     host: str = ""
     """The name of this host, for the header."""
+    state_dir: Path | None = None
+    """Where it is noted on which disk the store is; None: it is not."""
 
 
 class Store:
@@ -104,6 +107,8 @@ class Store:
             return
         directory = self.options.directory
         unusable = f"DYN_KVBM_DISK_CACHE_DIR {directory.parent} cannot be used"
+        if missing := missing_mount(directory, self.options.state_dir):
+            raise StoreError(f"{missing.found}: {missing.advice}")
         try:
             self._locks = lock_directory(directory)
         except BlockingIOError as error:
@@ -113,6 +118,7 @@ class Store:
             ) from error
         except OSError as error:
             raise StoreError(f"{unusable}: {error}") from error
+        note_mount(directory, self.options.state_dir)
 
     def _path(self, name: str) -> Path:
         return self.options.directory / name

@@ -33,6 +33,7 @@ from tests.services.disk_tier.shell.test_service import (
     until,
     wait_stats,
 )
+from tests.small_tmpfs import small_tmpfs
 
 __all__ = ["host"]
 
@@ -174,6 +175,33 @@ async def test_a_store_that_cannot_be_read_at_the_start_is_not_replaced(
         await host.wait_announced(1, 2, 3)
         await wait_stats(bus, "ready", True)
         await until(lambda: can_fill(host))
+
+
+@pytest.mark.parametrize("cure", ["mount", "mkdir"])
+async def test_a_disk_that_is_not_mounted_is_waited_for(
+    nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path, cure: str
+) -> None:
+    """1. A disk has a store. 2. It is not mounted at the next start: nothing is made on the disk
+    below, and the reason says what to do. 3. Either cure is seen without a restart."""
+    disk = tmp_path / "disk"
+    settings = settings_of(nats_server, disk, state_dir=tmp_path / "state", runtime_dir=tmp_path)
+    with small_tmpfs(disk, 64 << 20):
+        async with living(settings):
+            host.store(1)
+            await host.wait_announced(1)
+    async with living(settings):
+        reason = await reason_of(bus)
+        assert f"{disk} was on the disk mounted at {disk}" in reason
+        assert f"mkdir -p -m 700 {disk}/kvbm-h-0" in reason
+        assert list(disk.iterdir()) == []
+        with contextlib.ExitStack() as cured:
+            if cure == "mount":
+                disk.rmdir()
+                cured.enter_context(small_tmpfs(disk, 64 << 20))
+            else:
+                (disk / "kvbm-h-0").mkdir(mode=0o700)
+            await wait_stats(bus, "ready", True)
+            await host.wait_announced(1)
 
 
 # --- the journal's space ------------------------------------------------------------------------
