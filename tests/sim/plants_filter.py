@@ -26,8 +26,8 @@ def forget_commits(patch: pytest.MonkeyPatch) -> None:
         commit(held, arrived, now_ms)
         forgotten.clear()
 
-    def told(findable: Findable, names: Iterable[SequenceHash], *, is_below: bool = False) -> None:
-        add(findable, [name for name in names if name not in forgotten], is_below=is_below)
+    def told(findable: Findable, names: Iterable[SequenceHash], *, in_tables: bool = False) -> None:
+        add(findable, [name for name in names if name not in forgotten], in_tables=in_tables)
 
     patch.setattr(HeldBlocks, "commit", planted)
     patch.setattr(Findable, "add", told)
@@ -39,11 +39,11 @@ def tell_a_name_once(patch: pytest.MonkeyPatch) -> None:
     add = Findable.add
 
     def planted(
-        findable: Findable, names: Iterable[SequenceHash], *, is_below: bool = False
+        findable: Findable, names: Iterable[SequenceHash], *, in_tables: bool = False
     ) -> None:
         known = {name for held in findable.name_sets() for name in held}
         known.update(SequenceHash(name) for table in findable.tables for name in table)
-        add(findable, [name for name in names if name not in known], is_below=is_below)
+        add(findable, [name for name in names if name not in known], in_tables=in_tables)
 
     patch.setattr(Findable, "add", planted)
     count_nothing(patch)

@@ -46,6 +46,31 @@ class BlockLookup(Generic[T]):
         """Return the value of a block, or None if it has none."""
         return self._parts[block[-1] & self._mask].get(block)
 
+    def get_all(self, blocks: Iterable[bytes]) -> list[T | None]:
+        """Return what `get` returns of each block."""
+        parts, mask = self._parts, self._mask
+        assert len(parts) <= mask + 1, f"{len(parts)} parts, mask {mask}"
+        if not mask:
+            return [*map(parts[0].get, blocks)]
+        return [parts[block[-1]].get(block) for block in blocks]
+
+    def leading(self, blocks: Sequence[bytes]) -> list[T]:
+        """Return the values of the blocks before the first one that has none."""
+        parts, mask = self._parts, self._mask
+        try:
+            if not mask:
+                return [*map(parts[0].__getitem__, blocks)]  # All of them, in the common case.
+            return [parts[block[-1]][block] for block in blocks]
+        except KeyError:
+            found: list[T] = []
+            for block in blocks:
+                value = parts[block[-1] & mask].get(block)
+                if value is None:
+                    break
+                found.append(value)
+            assert len(found) < len(blocks), f"all of {len(blocks)} have a value, and one has none"
+            return found
+
     def among(self, blocks: Set[bytes]) -> Set[bytes]:
         """Return those of some blocks that have a value: of many at once it is cheaper."""
         parts, mask = self._parts, self._mask
@@ -73,6 +98,19 @@ class BlockLookup(Generic[T]):
         parts = self._parts
         assert len(parts) == PARTS, f"divided in {len(parts)} parts"
         for block in blocks:
+            parts[block[-1]][block] = value
+
+    def set_each(self, blocks: Iterable[bytes], values: Iterable[T]) -> None:
+        """Set the value of each of these blocks."""
+        if not self._mask:
+            [whole] = self._parts
+            whole.update(zip(blocks, values, strict=True))
+            if len(whole) > self._whole_max:
+                self._divide()
+            return
+        parts = self._parts
+        assert len(parts) == PARTS, f"divided in {len(parts)} parts"
+        for block, value in zip(blocks, values, strict=True):
             parts[block[-1]][block] = value
 
     def set_new(self, blocks: Sequence[bytes], value: T) -> bool:

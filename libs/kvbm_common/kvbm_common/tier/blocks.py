@@ -336,6 +336,11 @@ class FoldedBlocks:
         """Return the block that a slot had."""
         return self._columns[slot]
 
+    def latest(self, count: int) -> list[SequenceHash]:
+        """Return the names of the last `count` blocks, oldest first."""
+        assert count >= 0, f"the last {count} blocks"
+        return self._columns.names[max(self._taken, len(self._columns) - count) :]
+
     def slots(self) -> set[int]:
         """Return the slots whose blocks are still to be unfolded; for `check`."""
         return set(self._columns.slots[self._taken :].tolist())

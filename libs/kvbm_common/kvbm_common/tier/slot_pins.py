@@ -81,7 +81,7 @@ class SlotPins(TenantSlots):
         """
         slots = [*known]
         if len(known) < len(names):
-            slots += self._leading(names[len(known) :] if known else names)
+            slots += self._slot.leading(names[len(known) :] if known else names)
         self.pool.clock += 1
         pins, used, clock = self._pins, self.pool.used, self.pool.clock
         first: list[int] = []
@@ -99,20 +99,6 @@ class SlotPins(TenantSlots):
             policy.hold_all(ours)
         self._note_use(slots)
         return slots
-
-    def _leading(self, names: Sequence[SequenceHash]) -> list[int]:
-        """Return the slots of the leading blocks of a chain that are here."""
-        try:
-            return [*map(self._slot.__getitem__, names)]  # All of them, in the common case.
-        except KeyError:
-            slots: list[int] = []
-            for name in names:
-                slot = self._slot.get(name)
-                if slot is None:
-                    break
-                slots.append(slot)
-            assert len(slots) < len(names), f"all of {len(names)} blocks are here, and one is not"
-            return slots
 
     def _names_in(self, slots: Sequence[int]) -> Sequence[SequenceHash]:
         """Return the names of the committed blocks in these slots."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import cast
+from collections.abc import Iterable, Sequence
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slab_checks import check_pool
@@ -28,7 +27,9 @@ class SlotRecords:
         self._block: list[Block | None] = []
         self._staged: dict[int, SequenceHash] = {}
         self._staging: dict[SequenceHash, int] = {}
-        self._slot: dict[SequenceHash, int] = {}
+        self._slot: BlockLookup[int] = BlockLookup(0)
+        """The slot of each block that can be found."""
+        self._findable_count = 0
         self._discarded: set[int] = set()
         self._abandoned: set[int] = set()
         self._block_bytes = 0
@@ -68,13 +69,13 @@ class SlotRecords:
         return block in self._slot
 
     @property
-    def names(self) -> Collection[SequenceHash]:
-        """Return the committed blocks."""
-        return self._slot.keys()
+    def names(self) -> BlockLookup[int]:
+        """Return the committed blocks, in parts."""
+        return self._slot
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
         """Tell whether all of these are absent, and not on their way in."""
-        return self._slot.keys().isdisjoint(names) and self._staging.keys().isdisjoint(names)
+        return self._slot.has_none_of(names) and self._staging.keys().isdisjoint(names)
 
     def idle_block(self, slot: int) -> Block | None:
         """Return the block in an INACTIVE slot; None: the slot has another state."""
@@ -95,7 +96,7 @@ class SlotRecords:
         found: list[tuple[int, Block]] = []
         for slot, block in zip(slots, self._block[slots.start : slots.stop], strict=True):
             assert block is not FOLDED, f"the block in slot {slot} is folded"
-            if block is not None and self._slot.get(block.hash) == slot:
+            if block is not None and slot not in self._discarded:
                 found.append((slot, block))
         return found
 
@@ -104,37 +105,39 @@ class SlotRecords:
         assert slots.stop <= len(self._block), f"{slots} of {len(self._block)} slots"
         return self._block[slots.start : slots.stop].count(FOLDED) if self.folded_count else 0
 
+    def _slot_of(self, name: SequenceHash) -> int:
+        """Return the slot of a block that can be found; raises KeyError when it cannot."""
+        slot = self._slot.get(name)
+        if slot is None:
+            raise KeyError(name)
+        return slot
+
+    def _lose_name(self, name: SequenceHash) -> int:
+        """Let a block be found no more; returns its slot, or raises KeyError."""
+        slot = self._slot.pop(name)
+        if slot is None:
+            raise KeyError(name)
+        self._findable_count -= 1
+        return slot
+
     # --- all blocks -------------------------------------------------------------------------
 
     def blocks(self) -> list[Block]:
-        """Return all blocks that can be found; without folded ones none costs a call."""
-        if self.folded_count:
-            return list(self.each_block())
-        blocks = cast("list[Block]", [*map(self._block.__getitem__, self._slot.values())])
-        assert all(blocks[-1:]), "the newest block is in no slot"
-        return blocks
-
-    def each_block(self) -> Iterator[Block]:
-        """Yield all blocks that can be found, one by one; nothing may be moved meanwhile."""
-        return (self.block(slot) for slot in self._slot.values())
+        """Return all blocks that can be found, in the order of their slots."""
+        return [self.block(slot) if one is FOLDED else one for slot, one in self._findable()]
 
     def by_place(self) -> dict[int, Block]:
         """Return all blocks that can be found, each by where its slot begins."""
-        found = {self.pool.place_of[slot]: self.block(slot) for slot in self._slot.values()}
-        assert len(found) == len(self._slot), f"{len(self._slot)} blocks in {len(found)} places"
+        found = {self.pool.place_of[slot]: self.block(slot) for slot, _ in self._findable()}
+        assert len(found) == len(self), f"{len(self)} blocks in {len(found)} places"
         return found
-
-    def latest(self, count: int) -> list[SequenceHash]:
-        """Return the `count` blocks that were committed last, oldest first."""
-        return list(islice(reversed(self._slot), count))[::-1]
 
     def unfolded_blocks(self) -> list[Block]:
         """Return the blocks that can be found and are not folded."""
-        found = map(self._block.__getitem__, self._slot.values())
-        blocks = [block for block in found if block is not None and block is not FOLDED]
-        folded = len(self._slot) - len(blocks)
+        found = [block for _, block in self._findable() if block is not FOLDED]
+        folded = len(self) - len(found)
         assert folded <= self.folded_count, f"{folded} blocks wait, {self.folded_count} may"
-        return blocks
+        return found
 
     def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
         """Return which of these blocks are here, and folded."""
@@ -143,9 +146,21 @@ class SlotRecords:
         slots = ((name, self._slot.get(name)) for name in names)
         return {name for name, slot in slots if slot is not None and self._block[slot] is FOLDED}
 
+    def latest_folded(self, count: int) -> list[SequenceHash]:
+        """Return the `count` restored blocks that a former life committed last, oldest first."""
+        return self._folded.latest(count)
+
+    def _findable(self) -> list[tuple[int, Block]]:
+        """Return each slot whose block can be found, with what stands for that block."""
+        gone = self._discarded
+        slots = enumerate(self._block)
+        found = [(slot, one) for slot, one in slots if one is not None and slot not in gone]
+        assert len(found) == len(self), f"{len(found)} of {len(self)} blocks are in slots"
+        return found
+
     def __len__(self) -> int:
         """Return how many blocks can be found."""
-        return len(self._slot)
+        return self._findable_count
 
     # --- how many slots, and how large ------------------------------------------------------
 
@@ -185,8 +200,8 @@ class SlotRecords:
     def counts(self) -> dict[str, int]:
         """Count slots by state, and in `total` those that may be used."""
         idle = self.idle_count
-        active = len(self._slot) + len(self._discarded) - idle
-        assert active >= 0, f"{idle} blocks are free, {len(self._slot)} can be found"
+        active = len(self) + len(self._discarded) - idle
+        assert active >= 0, f"{idle} blocks are free, {len(self)} can be found"
         leaving = sum([len(slab.reset) for slab in self.pool.leaving])
         counts = {
             "reset": self.reset_count + leaving,
@@ -221,12 +236,13 @@ class SlotRecords:
         assert not self._staged.keys() & self._abandoned
         assert len(self.staged()) == by_state[SlotState.STAGED]
         assert all(self._staging[name] == slot for slot, name in self._staged.items())
-        assert not self._staging.keys() & self._slot.keys()
+        assert self._slot.has_none_of(self._staging)
+        assert len(self._slot) == len(self), f"{len(self._slot)} names of {len(self)} blocks"
         assert self.idle_count == by_state[SlotState.INACTIVE]
-        named = len(self._slot) + len(self._discarded)
+        named = len(self) + len(self._discarded)
         assert named == by_state[SlotState.INACTIVE] + by_state[SlotState.ACTIVE]
-        for name, slot in self._slot.items():
-            assert self.block(slot).hash == name
+        for slot, _ in self._findable():
+            assert self._slot.get(self.block(slot).hash) == slot
             assert self.block(slot).bytes <= self.slot_bytes(slot) or not is_sized
         for slot in self._discarded:
             assert self._state[slot] is SlotState.ACTIVE

@@ -63,7 +63,7 @@ class SlotTable(SlotPins):
 
     def find_all(self, blocks: Iterable[SequenceHash]) -> list[int | None]:
         """Return what `find` does of each block."""
-        return [*map(self._slot.get, blocks)]
+        return self._slot.get_all(blocks)
 
     def is_staging(self, block: SequenceHash) -> bool:
         """Return whether a block is on its way in."""
@@ -159,7 +159,7 @@ class SlotTable(SlotPins):
         size = pool.known.get(block_bytes) or pool.size_of(block_bytes)
         assert size is not None, f"no slot takes {block_bytes} bytes"
         assert len(set(blocks)) == count, f"a block twice among {count}"
-        assert self._slot.keys().isdisjoint(blocks), f"of {count} blocks some are here"
+        assert self._slot.has_none_of(blocks), f"of {count} blocks some are here"
         assert self._staging.keys().isdisjoint(blocks), f"of {count} some are on their way in"
         pool.clock += 1
         slab = size.open[-1] if size.open else None
@@ -184,7 +184,7 @@ class SlotTable(SlotPins):
 
     def register_all(self, entries: Sequence[tuple[int, Block]]) -> None:
         """Commit a batch, and free it leaf first: the root of a chain outlives its leaf."""
-        staged, blocks, slot_of = self._staged, self._block, self._slot
+        staged, blocks = self._staged, self._block
         policy_of, used, clock = self.pool.policy_of, self.pool.used, self.pool.clock
         self._come(entries)
         self._move_all([slot for slot, _ in entries], "register")
@@ -199,11 +199,13 @@ class SlotTable(SlotPins):
             del staged[slot], self._staging[name]
             blocks[slot] = block
             self._block_bytes += block.bytes
-            slot_of[name] = slot
             used[slot] = clock
         slots, names = [slot for slot, _ in entries], [block.hash for _, block in entries]
+        self._slot.set_each(names, slots)
+        self._findable_count += len(entries)
+        parent_of = {block.hash: block.parent for _, block in entries}
         for policy, ours in self._by_policy(slots, names):
-            policy.admit_all(ours, [self.block(slot_of[name]).parent for name in ours])
+            policy.admit_all(ours, [parent_of[name] for name in ours])
         # In the order of the entries: it says which chain is the older one afterwards.
         new = set(names)
         parents = dict.fromkeys(block.parent for _, block in entries if block.parent not in new)
@@ -230,12 +232,13 @@ class SlotTable(SlotPins):
 
         Only into an all-RESET table: each is staged and registered in one. They are *folded*: like
         all others, but that a `Block` is made of one when it is wanted, until it is unfolded.
-        Columns are taken over: their `slot_of` becomes the table's own.
         """
         assert not self._state, "slots are in use"
         left = BlockColumns.of(blocks)
         former = left.moved(self.pool.adopt(left.slots, left.block_bytes))
-        assert len(former.slot_of) == len(former), "a block is in two slots"
+        self._slot.set_each(former.names, former.slots.tolist())
+        self._findable_count = len(former)
+        assert len(self._slot) == len(former), "a block is in two slots"
         count = len(self._state)
         self._state[:] = [SlotState.INACTIVE] * count
         self._generation[:] = [1] * count
@@ -244,7 +247,6 @@ class SlotTable(SlotPins):
         taken[former.slots] = True
         for slot in np.flatnonzero(~taken).tolist():
             self._state[slot], self._generation[slot], self._block[slot] = SlotState.RESET, 0, None
-        self._slot = former.slot_of
         self._block_bytes = former.total_bytes
         self._folded = FoldedBlocks(former)
         self.folded_count = len(self._folded)
@@ -263,7 +265,7 @@ class SlotTable(SlotPins):
 
     def evict(self, name: SequenceHash) -> Block:
         """Give up an INACTIVE block."""
-        slot = self._slot.pop(name)
+        slot = self._lose_name(name)
         block = self.block(slot)
         self._move(slot, "evict")
         self.pool.policy_of[slot].forget(name)
@@ -278,7 +280,7 @@ class SlotTable(SlotPins):
         if self._pins[slot] == 0:
             return self.evict(name)
         assert slot not in self._discarded, f"slot {slot} has a name, and is discarded"
-        del self._slot[name]
+        self._lose_name(name)
         self._discarded.add(slot)
         # The policy forgets it now: the same name may be committed again before the last unpin.
         policy = self.pool.policy_of[slot]
@@ -332,7 +334,7 @@ class SlotTable(SlotPins):
         count = len(joined)
         names = joined.victims(JOINED_MAX)
         for name in names:
-            slot = self._slot[name]
+            slot = self._slot_of(name)
             joined.forget(name)
             older.admit(name, self.block(slot).parent)
             self.pool.policy_of[slot] = older
@@ -343,6 +345,6 @@ class SlotTable(SlotPins):
         self._block_bytes -= left.bytes
         assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
         self._block[slot] = None
-        if slot in self._owner:
+        if self._owner[slot] is not None:
             self._take_back(slot, left)
         self.pool.give_back(slot)

@@ -41,21 +41,24 @@ class TenantSlots(SlotRecords):
     def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants | None = None) -> None:
         """Start with slots without blocks."""
         self.tenants = Tenants() if tenants is None else tenants
-        self._owner: dict[int, Tenant] = {}
-        """The slots whose block is of a tenant with a name."""
+        self._owner: list[Tenant | None] = []
+        """Slot → the tenant of its block, if that has a name."""
         super().__init__(layout, make, self.tenants)
 
     # --- questions --------------------------------------------------------------------------
 
     def tenant_of(self, name: SequenceHash) -> Tenant:
         """Return the tenant of a block that can be found."""
-        return self._owner.get(self._slot[name], self.tenants.unnamed)
+        return self._tenant_in(self._slot_of(name))
+
+    def _tenant_in(self, slot: int) -> Tenant:
+        return self._owner[slot] or self.tenants.unnamed
 
     def count_unnamed(self) -> None:
         """Count what the engines have that name no tenant: whatever no other has."""
         unnamed, named = self.tenants.unnamed, self.tenants.named.values()
         unnamed.used_bytes = self._block_bytes - sum([one.used_bytes for one in named])
-        committed = len(self._slot) + len(self._discarded)
+        committed = len(self) + len(self._discarded)
         unnamed.block_count = committed - sum([one.block_count for one in named])
         assert min(unnamed.used_bytes, unnamed.block_count) >= 0, f"{unnamed} beside {named}"
 
@@ -97,7 +100,12 @@ class TenantSlots(SlotRecords):
         """Return the policy to which the block in a slot comes when it is used."""
         size = self.pool.slab_of[slot].size
         assert size is not None, f"slot {slot} is of no class"
-        return size.policies[self._owner.get(slot, self.tenants.unnamed)]
+        return size.policies[self._tenant_in(slot)]
+
+    def _grow(self, count: int) -> None:
+        super()._grow(count)
+        self._owner += [None] * count
+        assert len(self._owner) == len(self._state), f"{len(self._owner)} slots have tenants"
 
     # --- blocks come and leave --------------------------------------------------------------
 
@@ -122,7 +130,7 @@ class TenantSlots(SlotRecords):
 
     def _take_back(self, slot: int, block: Block) -> None:
         """Count a block that leaves a slot of a tenant with a name."""
-        tenant = self._owner.pop(slot)
+        tenant, self._owner[slot] = self._tenant_in(slot), None
         tenant.used_bytes -= block.bytes
         tenant.block_count -= 1
         size = self.pool.slab_of[slot].size
@@ -131,8 +139,8 @@ class TenantSlots(SlotRecords):
 
     def _note_use(self, slots: Sequence[int]) -> None:
         """Note that a request has asked for the blocks in these slots."""
-        if self._owner and slots:
-            self._owner.get(slots[0], self.tenants.unnamed).was_used = True
+        if slots:
+            self._tenant_in(slots[0]).was_used = True
 
     def _fill_policies(self, former: BlockColumns) -> None:
         """Give the blocks of a former life to the policies of their tenants."""
@@ -146,7 +154,8 @@ class TenantSlots(SlotRecords):
         for tenant, ours in rows.items():
             part = former if ours.all() else former.only(ours)
             if tenant is not self.tenants.unnamed:
-                self._owner.update(dict.fromkeys(part.slots.tolist(), tenant))
+                for slot in part.slots.tolist():
+                    self._owner[slot] = tenant
                 tenant.used_bytes += part.total_bytes
                 assert tenant.block_count == len(part), f"{len(part)} blocks are of {tenant}"
             self.pool.fill_policies(part, tenant)
@@ -163,7 +172,7 @@ class TenantSlots(SlotRecords):
         used, counts = Counter[Tenant](), Counter[Tenant]()
         for slot in held:
             block = self.block(slot)
-            tenant = self._owner.get(slot, self.tenants.unnamed)
+            tenant = self._tenant_in(slot)
             used[tenant] += block.bytes
             counts[tenant] += 1
             size = self.pool.slab_of[slot].size
@@ -175,7 +184,8 @@ class TenantSlots(SlotRecords):
             tag = tenant_tag(block.namespace)
             assert bool(tag) == (tenant is not self.tenants.unnamed), f"{block} is of {tenant}"
             assert tenant.tag in (tag, b""), f"{block} is of {tenant}"
-        assert self._owner.keys() <= set(held), "a slot without a block is a tenant's"
+        owned = {slot for slot, tenant in enumerate(self._owner) if tenant is not None}
+        assert owned <= set(held), "a slot without a block is a tenant's"
         self.count_unnamed()
         for tenant in self.tenants:
             assert tenant.used_bytes == used[tenant], f"{used[tenant]} bytes are of {tenant}"

@@ -75,7 +75,7 @@ class Inventory:
         self.journal.opened(event.replay, event.layout)
         self.table.restore(event.replay.blocks)
         self._counts["recovered_blocks"] += len(self.table)
-        for name in self.table.latest(DIARY_ENTRIES_MAX):
+        for name in self.table.latest_folded(DIARY_ENTRIES_MAX):
             self.diary.note(now_ms, "recovered from the journal", name)
         self.announce_former()
 

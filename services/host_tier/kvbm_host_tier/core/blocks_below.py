@@ -114,7 +114,7 @@ class BlocksBelow:
         assert 0 <= new <= len(names), f"{new} of {len(names)} blocks are new"
         life.block_count += len(names)
         self._count += new
-        self._findable.add(came, is_below=True)
+        self._findable.add(came, in_tables=True)
         self.table.set(names, holding)
         self._away.drop(names)
         return new
@@ -130,7 +130,7 @@ class BlocksBelow:
                 self.table.drop((name,))
                 gone.append(name)
         self._count -= len(gone)
-        self._findable.remove(gone, is_below=True)
+        self._findable.remove(gone, in_tables=True)
 
     def end(self, life: Life, *, is_away: bool) -> None:
         """Have nothing of a life be there from now on; `let_go` forgets its blocks."""
@@ -151,7 +151,7 @@ class BlocksBelow:
             for holding in gone.values():
                 holding.life.block_count -= 1
             names = cast("list[SequenceHash]", list(gone))
-            self._findable.remove(names, is_below=True)
+            self._findable.remove(names, in_tables=True)
             self._note_away([name for name in names if gone[name].life.is_away])
             self._unsifted -= 1
             room -= looked_at

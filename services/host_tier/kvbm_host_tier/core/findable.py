@@ -8,7 +8,7 @@ The filter is complete unless blocks of peers can be had, which are listed nowhe
 
 One that has become too small is followed by a larger one. That is written a slice at a tick, first
 the names of its beginning and then what has changed since, while the one before stays in use. The
-tables of lower tiers may be large, and are listed a part at a tick: a change before that shows in
+tables of the tiers may be large, and are listed a part at a tick: a change before that shows in
 the listing itself.
 Where it cannot be made, that one stays, and the same generation is tried again after a pause.
 """
@@ -49,7 +49,7 @@ class Findable:
         self.name_sets: Callable[[], Iterable[Collection[SequenceHash]]] = tuple
         """Returns the names that each keeper has now, but those of `tables`."""
         self.tables: Sequence[BlockLookup[Any]] = ()
-        """The names of lower tiers, divided from the start."""
+        """The names of this tier and of lower ones, divided from the start."""
         self.count = 0
         """The names that were findable after the last step."""
         self.generation = 0
@@ -57,8 +57,8 @@ class Findable:
         self._capacity = 0
         self._came: list[SequenceHash] = []
         self._left: list[SequenceHash] = []
-        self._came_below: list[SequenceHash] = []
-        self._left_below: list[SequenceHash] = []
+        self._came_in_tables: list[SequenceHash] = []
+        self._left_in_tables: list[SequenceHash] = []
         self._must_begin = False
         """A filter is to be made at the end of this step."""
         self._beginning: Iterator[NamesChanged] = iter(())
@@ -83,15 +83,15 @@ class Findable:
         """Tell whether a filter is being made, a slice at each tick."""
         return self._unwritten is not None
 
-    def add(self, names: Iterable[SequenceHash], *, is_below: bool = False) -> None:
-        """Note names that can be found from this step on; `is_below`: one of `tables` has them."""
+    def add(self, names: Iterable[SequenceHash], *, in_tables: bool = False) -> None:
+        """Note names that can be found from this step on; `in_tables`: one of `tables` has them."""
         if self._is_enabled:
-            (self._came_below if is_below else self._came).extend(names)
+            (self._came_in_tables if in_tables else self._came).extend(names)
 
-    def remove(self, names: Iterable[SequenceHash], *, is_below: bool = False) -> None:
+    def remove(self, names: Iterable[SequenceHash], *, in_tables: bool = False) -> None:
         """Note names that one of their keepers has no more."""
         if self._is_enabled:
-            (self._left_below if is_below else self._left).extend(names)
+            (self._left_in_tables if in_tables else self._left).extend(names)
 
     def lay_out(self, slot_count: int) -> None:
         """Have the first filter made: the arena has slots now."""
@@ -134,15 +134,15 @@ class Findable:
 
     def settle(self, *, is_complete: bool) -> list[FilterEffect]:
         """Return what has to be written before anything else of this step is done."""
-        above, below = (self._came, self._left), (self._came_below, self._left_below)
-        came, left = (one + other for one, other in zip(above, below, strict=True))
+        small, large = (self._came, self._left), (self._came_in_tables, self._left_in_tables)
+        came, left = (one + other for one, other in zip(small, large, strict=True))
         may_write, self._may_write = self._may_write, False
         changed = came or left or self._must_begin or is_complete is not self._is_complete
         if not changed and not (may_write and self.is_making):
             return []
         self.count += len(came) - len(left)
         assert self.count >= 0, f"{self.count} names can be found"
-        self._came, self._left, self._came_below, self._left_below = [], [], [], []
+        self._came, self._left, self._came_in_tables, self._left_in_tables = [], [], [], []
         if not self.generation:
             return []
         effects: list[FilterEffect] = []
@@ -151,8 +151,8 @@ class Findable:
         if self._must_begin:
             effects += self._begin()
         elif self._unwritten is not None and (came or left):
-            self._unwritten += self._slices(above[0] + self._of_listed(below[0]), ())
-            self._unwritten += self._slices((), above[1] + self._of_listed(below[1]))
+            self._unwritten += self._slices(small[0] + self._of_listed(large[0]), ())
+            self._unwritten += self._slices((), small[1] + self._of_listed(large[1]))
         if may_write or not self.count:
             effects += self._go_on()
         if self._used and is_complete is not self._is_complete:
@@ -161,7 +161,7 @@ class Findable:
         return effects
 
     def _begin(self) -> list[FilterEffect]:
-        """Begin a filter with the names that there are, all but those below at this moment."""
+        """Begin a filter with the names that there are, all but those of `tables`."""
         assert not self.is_making, f"filter {self.generation} is being made"
         self._must_begin = False
         self._listed, self._unwritten = 0, deque()
@@ -173,11 +173,11 @@ class Findable:
         yield from self._slices(names, ())
         for number in range(PARTS):
             self._listed = number + 1
-            below = chain.from_iterable(table.part(number) for table in self.tables)
-            yield from self._slices(cast("list[SequenceHash]", list(below)), ())
+            part = chain.from_iterable(table.part(number) for table in self.tables)
+            yield from self._slices(cast("list[SequenceHash]", list(part)), ())
 
     def _of_listed(self, names: list[SequenceHash]) -> list[SequenceHash]:
-        """Return those names of lower tiers that are in the filter that is being made."""
+        """Return those names of `tables` that are in the filter that is being made."""
         assert 0 <= self._listed <= PARTS, f"{self._listed} parts are listed"
         return [name for name in names if name[-1] < self._listed]
 

@@ -138,7 +138,7 @@ class HeldBlocks:
         self.table.register_all(arrived)
         blocks = [block for _, block in arrived]
         names, slots = [block.hash for block in blocks], [slot for slot, _ in arrived]
-        self._findable.add(names)
+        self._findable.add(names, in_tables=True)
         self._note(now_ms, "committed in slot {slot}", names, slots)
         self.announce(blocks)
         self.session_pins.arrived(names)
@@ -147,7 +147,7 @@ class HeldBlocks:
         """Make a block findable that was brought for lookups."""
         self.table.register(slot, block)
         assert self.table.find(block.hash) == slot, self.story(block.hash)
-        self._findable.add((block.hash,))
+        self._findable.add((block.hash,), in_tables=True)
         self.session_pins.arrived((block.hash,))
 
     def landed(self, arrived: Sequence[tuple[int, Block]], source: str, now_ms: int) -> None:
@@ -325,7 +325,7 @@ class HeldBlocks:
         if not blocks:
             return
         names = [block.hash for block in blocks]
-        self._findable.remove(names)
+        self._findable.remove(names, in_tables=True)
         self.keep(names)
         self.diary.note_all(now_ms, f"removed: {reason}", names)
         self.departures.note(names, reason, now_ms, detail=detail)

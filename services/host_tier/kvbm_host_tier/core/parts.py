@@ -84,8 +84,8 @@ class Parts:
             held, below, self.fills, self.peers, self.answers, waiting, cost, means
         )
         self.hints = SessionHints(held, self.onboard, means)
-        findable.name_sets = lambda: [held.table.names, waiting.names]
-        findable.tables = [view.table for view in below.views.values()]
+        findable.name_sets = lambda: [waiting.names]
+        findable.tables = [held.table.names, *(view.table for view in below.views.values())]
         self.sharding = Sharding(instance)
         self.placement = Placement(
             self.engines, self.sharding, means, is_draining=lambda: held.draining,

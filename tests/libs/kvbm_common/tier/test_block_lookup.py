@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.tier.block_lookup import PARTS, WHOLE_MAX, BlockLookup
 
-STEPS = st.lists(st.tuples(st.sampled_from("sd"), st.lists(st.integers(0, 400), max_size=40)))
+STEPS = st.lists(st.tuples(st.sampled_from("sed"), st.lists(st.integers(0, 400), max_size=40)))
 
 
 def named(numbers: list[int]) -> list[bytes]:
@@ -24,12 +24,20 @@ def test_it_is_a_dict_before_and_after_it_was_divided(
         if verb == "s":
             found.set(named(numbers), value)
             truth.update(dict.fromkeys(named(numbers), value))
+        elif verb == "e":
+            each = range(value, value + len(numbers))
+            found.set_each(named(numbers), each)
+            truth.update(zip(named(numbers), each, strict=True))
         else:
             found.drop(named(numbers))
             for block in named(numbers):
                 truth.pop(block, None)
         assert len(found) == len(truth)
         assert {block: found.get(block) for block in found} == truth
+        known = [truth.get(block) for block in named(numbers)]
+        assert found.get_all(named(numbers)) == known
+        missing = known.index(None) if None in known else len(known)
+        assert found.leading(named(numbers)) == known[:missing]
         asked = set(named([0, 1, 2, 399]))
         assert found.among(asked) == truth.keys() & asked
         assert found.has_none_of(asked) == truth.keys().isdisjoint(asked)

@@ -209,8 +209,8 @@ def test_restored_blocks_are_unfolded_in_their_order_and_once() -> None:
     assert table.discard(name(3)) == block(3)
     assert table.evict(name(2)) == block(2)
     assert commit(table, 9) == 0
-    assert table.blocks() == [block(1), block(4), block(9)]
-    assert table.unfolded_blocks() == [block(1), block(9)]
+    assert table.blocks() == [block(9), block(4), block(1)]
+    assert table.unfolded_blocks() == [block(9), block(1)]
     assert table.folded(names(1, 2, 3, 4, 9)) == {name(4)}
     table.check()
     assert table.unfold(9) == [block(4)]
@@ -218,7 +218,7 @@ def test_restored_blocks_are_unfolded_in_their_order_and_once() -> None:
     assert table.unfold(1) == []
     table.unpin([1])
     table.check()
-    assert table.blocks() == table.unfolded_blocks() == [block(1), block(4), block(9)]
+    assert table.blocks() == table.unfolded_blocks() == [block(9), block(4), block(1)]
 
 
 def test_restore_wants_an_empty_table() -> None:
@@ -295,12 +295,16 @@ def test_blocks_that_are_here_or_on_their_way_in_are_not_absent() -> None:
     assert table.has_none_of([])
 
 
-def test_the_latest_blocks_are_listed_oldest_first() -> None:
-    """Of four, the last two; of one, that one."""
-    table = table_of(1, 2, 3, 4)
-    assert table.latest(2) == names(3, 4)
-    assert table.latest(9) == names(1, 2, 3, 4)
-    assert table.latest(0) == []
+def test_the_latest_blocks_of_a_former_life_are_listed_oldest_first() -> None:
+    """Of four, the last two, or all that are folded still."""
+    table = plain_table(4)
+    table.restore({3: block(1), 0: block(2), 1: block(3), 2: block(4)})
+    assert table.latest_folded(2) == names(3, 4)
+    assert table.latest_folded(9) == names(1, 2, 3, 4)
+    assert table.latest_folded(0) == []
+    table.unfold(3)
+    assert table.latest_folded(2) == names(4)
+    assert table_of(1, 2).latest_folded(2) == []
 
 
 def test_a_batch_is_staged_in_order_and_its_leaf_leaves_first() -> None:

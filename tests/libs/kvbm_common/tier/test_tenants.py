@@ -18,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvbm_common.eviction import POLICIES, make_policy
 from kvbm_common.identity import Namespace, SequenceHash, of_tenant
 from kvbm_common.tenant_tag import tag_of, tenant_tag
+from kvbm_common.tier.block_lookup import WHOLE_MAX
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.tier.tenants import IDLE_MS, TENANTS_MAX, Tenants, shares_of
 
-from tests.libs.helpers import StrictLru, make_room, name
+from tests.libs.helpers import StrictLru, largest_table, make_room, name
 
 PLAIN = Namespace(model="test", block_tokens=4)
 SPACES = {who: of_tenant(PLAIN, who).digest for who in ("", "gold", "silver", "tin")}
@@ -62,6 +63,18 @@ def held(table: SlotTable) -> Counter[str]:
     """How many blocks each tenant has here."""
     who = {digest: one for one, digest in SPACES.items()}
     return Counter(who[one.namespace] for one in table.blocks())
+
+
+@pytest.mark.parametrize("who", ["", "gold"])
+def test_no_table_of_a_tier_holds_more_than_a_part_of_the_blocks(who: str) -> None:
+    """Python's tables move all of their entries when they grow: 0.1 s for a million slots."""
+    count = 2 * WHOLE_MAX
+    table = table_of(slots=count, policy="lru")
+    for number in range(count):
+        new = block(number, who)
+        table.register_all([(table.stage_all([new.hash], SIZE)[0], new)])
+    assert len(table) == count
+    assert largest_table(table) < count // 100
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -250,7 +250,7 @@ def test_a_filter_lists_what_is_below_part_by_part() -> None:
     findable.tables = (table,)
     names = [name(number) for number in range(10_000)]
     table.set(names, 1)
-    findable.add(names, is_below=True)
+    findable.add(names, in_tables=True)
     findable.lay_out(1)
     findable.settle(is_complete=True)
     assert table.listed == 0
@@ -258,7 +258,7 @@ def test_a_filter_lists_what_is_below_part_by_part() -> None:
     for number in count():
         findable.tick(number)
         table.drop(names[number : number + 1])
-        findable.remove(names[number : number + 1], is_below=True)
+        findable.remove(names[number : number + 1], in_tables=True)
         before = table.listed
         effects = findable.settle(is_complete=True)
         assert table.listed - before <= 2 * limits.filter_slice
