@@ -1,11 +1,14 @@
-"""Snapshots over NATS: whole where they fit into a message, in pages of one moment where not.
+"""Snapshots over NATS: whole where they fit into a message, in pages with one number where not.
 
     asker                                    source
     SnapshotRequest ───────────────────────►          as of now
           ◄─────────────────────────────── SnapshotReply(pages=3)
-    SnapshotRequest(page=1, epoch, seq) ───►          as of the same moment, which is kept
+    SnapshotRequest(page=1, epoch, seq) ───►          with the same seq, which is kept
           ◄─────────────────────────────── SnapshotReply(page=1, pages=3)
     …
+
+A tier makes a page when it is asked for, so that no step lists a million blocks. The page may show
+later events than `seq` already. They apply on top of it, as all later ones do, and change nothing.
 
 A source that has forgotten the moment says so, and the asker, as after any failure, asks again.
 """

@@ -19,6 +19,8 @@ EVENT_BLOCKS_MAX = 4_096
 PAGE_BLOCKS = 16_384
 """Blocks in a page of a snapshot, which takes 10 ms to make: 0.6 MB of JSON in long runs, 1.6 MB if
 none continues another."""
+BlocksNow = Callable[[], Sequence[Block]]
+"""Returns the blocks that a part of a tier has when it is called."""
 NAMESPACE = attrgetter("namespace")
 NAMESPACE_AND_SIZE = attrgetter("namespace", "bytes")
 
@@ -72,18 +74,20 @@ class Announcer:
             "seq": self.seq, "ts_ms": 0,
         }  # fmt: skip
 
-    def moment(self, blocks: Sequence[Block]) -> list[Callable[[], SnapshotReply]]:
-        """Return makers of the pages of a snapshot of these blocks, as of the last event numbered.
+    def moment(self, parts: Sequence[BlocksNow]) -> list[Callable[[], SnapshotReply]]:
+        """Return makers of the pages of a snapshot, one for each part, as of the last event.
 
-        A million blocks at once would hold a tier's event loop for half a second.
+        A page has what its part has when it is made. What has changed since the moment, later
+        events say, too, and they apply on top: each block is in the end as its last event says. A
+        million blocks listed at once would hold a tier's event loop for 50 ms.
         """
-        seq, count = self.seq, -(-len(blocks) // PAGE_BLOCKS) or 1
+        seq, made_of = self.seq, [*parts] or [list]
+        count = len(made_of)
 
         def page(number: int) -> SnapshotReply:
             assert 0 <= number < count, f"page {number} of {count}"
-            part = blocks[number * PAGE_BLOCKS : (number + 1) * PAGE_BLOCKS]
-            whole = self.snapshot(part)
-            return msgspec.structs.replace(whole, seq=seq, page=number, pages=count)
+            now = self.snapshot(made_of[number]())
+            return msgspec.structs.replace(now, seq=seq, page=number, pages=count)
 
         return [functools.partial(page, number) for number in range(count)]
 

@@ -14,6 +14,11 @@ from kvbm_common.tier.slab_pool import MakePolicy, SlabPool
 from kvbm_common.tier.slot_states import SlotState
 from kvbm_common.tier.tenants import Tenants
 
+STRETCH_BITS = 10
+"""A stretch has 1,024 slots: a tier knows how many blocks are in each."""
+STRETCHES_MAX = 32
+"""Stretches of one part of a listing: it is bounded though blocks come before it is made."""
+
 
 class SlotRecords:
     """State, generation, pins and block of each slot, by number, and the slot of each block."""
@@ -30,6 +35,8 @@ class SlotRecords:
         self._slot: BlockLookup[int] = BlockLookup(0)
         """The slot of each block that can be found."""
         self._findable_count = 0
+        self._held_in: list[int] = []
+        """How many slots of each stretch have a block."""
         self._discarded: set[int] = set()
         self._abandoned: set[int] = set()
         self._block_bytes = 0
@@ -48,6 +55,8 @@ class SlotRecords:
         self._generation += [0] * count
         self._pins += [0] * count
         self._block += [None] * count
+        stretches = (len(self._block) - 1 >> STRETCH_BITS) + 1
+        self._held_in += [0] * (stretches - len(self._held_in))
         lengths = {len(self._state), len(self._generation), len(self._pins), len(self._block)}
         assert len(lengths) == 1, f"columns of {lengths} slots, after {count} more"
 
@@ -132,11 +141,30 @@ class SlotRecords:
         assert len(found) == len(self), f"{len(self)} blocks in {len(found)} places"
         return found
 
-    def unfolded_blocks(self) -> list[Block]:
-        """Return the blocks that can be found and are not folded."""
-        found = [block for _, block in self._findable() if block is not FOLDED]
-        folded = len(self) - len(found)
-        assert folded <= self.folded_count, f"{folded} blocks wait, {self.folded_count} may"
+    def cut(self, blocks_max: int) -> list[list[range]]:
+        """Return ranges of slots in groups that have up to `blocks_max` blocks, or one stretch."""
+        parts: list[list[range]] = []
+        room = looks = 0
+        for at, held in enumerate(self._held_in):
+            if not held:
+                continue
+            if held > room or not looks:
+                parts.append([])
+                room, looks = blocks_max, STRETCHES_MAX
+            room, looks = room - held, looks - 1
+            parts[-1].append(range(at << STRETCH_BITS, at + 1 << STRETCH_BITS))
+        assert sum(map(len, parts)) <= len(self._held_in), f"{len(parts)} parts of {len(self)}"
+        return parts
+
+    def unfolded_in(self, slots: Iterable[range]) -> list[Block]:
+        """Return the blocks in some slots that can be found and are not folded."""
+        found: list[Block] = []
+        for some in slots:
+            blocks = self._block[some.start : some.stop]
+            if gone := self._discarded.intersection(some):
+                blocks = [one for slot, one in zip(some, blocks, strict=False) if slot not in gone]
+            found += [one for one in blocks if one is not None and one is not FOLDED]
+        assert len(found) <= len(self), f"{len(found)} of {len(self)} blocks"
         return found
 
     def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
@@ -252,6 +280,8 @@ class SlotRecords:
             committed = state in (SlotState.INACTIVE, SlotState.ACTIVE)
             assert (self._block[slot] is not None) == committed
         held = [slot for slot, block in enumerate(self._block) if block is not None]
+        held_in = Counter(slot >> STRETCH_BITS for slot in held)
+        assert self._held_in == [held_in[at] for at in range(len(self._held_in))]
         assert self._block_bytes == sum(self.block(slot).bytes for slot in held)
         folded = {slot for slot in held if self._block[slot] is FOLDED}
         assert folded <= self._folded.slots()

@@ -19,6 +19,7 @@ from kvbm_common.tier.reclaim import Reclaim, Victims
 from kvbm_common.tier.slab_pool import MakePolicy
 from kvbm_common.tier.slabs import Slab
 from kvbm_common.tier.slot_pins import SlotPins
+from kvbm_common.tier.slot_records import STRETCH_BITS
 from kvbm_common.tier.slot_states import SlotState
 from kvbm_common.tier.tenants import MayLeave, Tenants
 
@@ -184,7 +185,7 @@ class SlotTable(SlotPins):
 
     def register_all(self, entries: Sequence[tuple[int, Block]]) -> None:
         """Commit a batch, and free it leaf first: the root of a chain outlives its leaf."""
-        staged, blocks = self._staged, self._block
+        staged, blocks, held_in = self._staged, self._block, self._held_in
         policy_of, used, clock = self.pool.policy_of, self.pool.used, self.pool.clock
         self._come(entries)
         self._move_all([slot for slot, _ in entries], "register")
@@ -198,6 +199,7 @@ class SlotTable(SlotPins):
             assert staged.get(slot) == name, f"slot {slot} was not staged for this block"
             del staged[slot], self._staging[name]
             blocks[slot] = block
+            held_in[slot >> STRETCH_BITS] += 1
             self._block_bytes += block.bytes
             used[slot] = clock
         slots, names = [slot for slot, _ in entries], [block.hash for _, block in entries]
@@ -245,6 +247,8 @@ class SlotTable(SlotPins):
         self._block[:] = [FOLDED] * count
         taken = np.zeros(count, bool)
         taken[former.slots] = True
+        stretches = len(self._held_in)
+        self._held_in[:] = np.bincount(former.slots >> STRETCH_BITS, minlength=stretches).tolist()
         for slot in np.flatnonzero(~taken).tolist():
             self._state[slot], self._generation[slot], self._block[slot] = SlotState.RESET, 0, None
         self._block_bytes = former.total_bytes
@@ -345,6 +349,7 @@ class SlotTable(SlotPins):
         self._block_bytes -= left.bytes
         assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
         self._block[slot] = None
+        self._held_in[slot >> STRETCH_BITS] -= 1
         if self._owner[slot] is not None:
             self._take_back(slot, left)
         self.pool.give_back(slot)

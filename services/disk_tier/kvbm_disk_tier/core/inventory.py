@@ -14,7 +14,7 @@ from functools import partial
 
 from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.announcer import PAGE_BLOCKS, Announcer, BlocksNow
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import DIARY_ENTRIES_MAX, Diary
 from kvbm_common.tier.layout import Layout
@@ -106,7 +106,18 @@ class Inventory:
 
     def told_blocks(self) -> list[Block]:
         """Return the blocks that were announced and have not left, for a snapshot."""
-        return [] if self.stopped else self.table.unfolded_blocks()
+        told = [block for part in self.told_parts() for block in part()]
+        folded = 0 if self.stopped else len(self.table) - len(told)
+        assert 0 <= folded <= self.table.folded_count, f"{folded} blocks are folded"
+        return told
+
+    def told_parts(self) -> list[BlocksNow]:
+        """Return what lists those blocks, a page of a snapshot each."""
+        parts = self.table.cut(PAGE_BLOCKS)
+        return [partial(self._told_in, part) for part in parts]
+
+    def _told_in(self, slots: Sequence[range]) -> list[Block]:
+        return [] if self.stopped else self.table.unfolded_in(slots)
 
     # --- blocks come ------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class View:
 
     def snapshot_pages(self) -> Sequence[Callable[[], SnapshotReply]]:
         """Return the snapshot in pages, made later: each request is answered by one page."""
-        pages = self._core.inventory.announcer.moment(self._core.inventory.told_blocks())
+        pages = self._core.inventory.announcer.moment(self._core.inventory.told_parts())
         assert pages, "an empty tier has one page, too"
         return pages
 

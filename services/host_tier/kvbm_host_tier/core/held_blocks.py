@@ -13,7 +13,7 @@ from itertools import islice
 
 from kvbm_common.eviction import make_policy
 from kvbm_common.identity import Namespace, SequenceHash
-from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.announcer import PAGE_BLOCKS, Announcer, BlocksNow
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.former_blocks import HORIZON_LEAST, FormerBlocks
@@ -217,12 +217,19 @@ class HeldBlocks:
 
     def announced(self) -> list[Block]:
         """Return every committed block that is no guest."""
-        announced, guests = self.table.blocks(), self.guests.names
-        if guests:
-            announced = [block for block in announced if block.hash not in guests]
+        announced = [block for part in self.announced_parts() for block in part()]
         known = len(announced) + len(self.guests)
         assert known == len(self.table), f"{len(self.guests)} guests, {len(announced)} others"
         return announced
+
+    def announced_parts(self) -> list[BlocksNow]:
+        """Return what lists those blocks, a page of a snapshot each."""
+        return [partial(self._announced_in, part) for part in self.table.cut(PAGE_BLOCKS)]
+
+    def _announced_in(self, slots: Sequence[range]) -> list[Block]:
+        blocks, guests = self.table.unfolded_in(slots), self.guests.names
+        assert len(blocks) <= len(self.table), f"{len(blocks)} of {len(self.table)} blocks"
+        return [one for one in blocks if one.hash not in guests] if guests else blocks
 
     # --- going ------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class HostTierView:
 
     def snapshot_pages(self) -> Sequence[Callable[[], SnapshotReply]]:
         """Return the snapshot in pages, made later: each request is answered by one page."""
-        return self._parts.announcer.moment(self._parts.held.announced())
+        return self._parts.announcer.moment(self._parts.held.announced_parts())
 
     # --- the other host tiers of this host ----------------------------------------------------
 

@@ -21,6 +21,7 @@ from kvbm_common.nats.snapshots import (
     pages_of,
 )
 from kvbm_common.tier.announcer import PAGE_BLOCKS, Announcer
+from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, SnapshotRequest
 
@@ -154,7 +155,9 @@ async def test_pages_are_made_when_they_are_asked_for_and_once() -> None:
             asked += 1
             return page()
 
-        return [functools.partial(counted, page) for page in announcer.moment(held)]
+        parts = [held[start : start + PAGE_BLOCKS] for start in range(0, len(held), PAGE_BLOCKS)]
+        makers = [functools.partial(list[Block], part) for part in parts]
+        return [functools.partial(counted, page) for page in announcer.moment(makers)]
 
     source = SnapshotPages(make)
     sizes: list[int] = []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash, hash_from_hex
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX, Announcer, runs_of
+from kvbm_common.tier.slot_records import STRETCH_BITS
 from kvbm_common.tier.slots import Block
-from kvbm_common.wire.events import Event, Run, event_codec
+from kvbm_common.wire.events import Event, Removed, Run, Stored, event_codec
 
-from tests.libs.helpers import block, name
+from tests.libs.helpers import block, name, plain_table
 
 OTHER = b"o" * 32
 
@@ -76,6 +82,59 @@ def test_events_are_bounded_and_a_snapshot_is_whole() -> None:
     assert (snapshot.epoch, snapshot.seq) == (7, 4)
     [part] = snapshot.parts
     assert len(pairs_of(part.runs)) == len(blocks)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pages_and_the_events_behind_their_moment_are_the_tier(seed: int) -> None:
+    """Between two pages blocks come, leave, and come again in other slots, read or unread.
+
+    A reader that follows the moment's number has the blocks of the tier with each event.
+    """
+    rng, source = random.Random(seed), announcer()
+    count = 6 << STRETCH_BITS
+    table = plain_table(count, partial(make_policy, "lru"))
+    events: list[Event] = [source.cleared("start")]
+
+    def change() -> None:
+        """Have some blocks leave, pinned or not, and others, or the same ones, come."""
+        here = [one.hash for one in table.blocks()]
+        slots = [table.find(one) for one in rng.sample(here, min(len(here), 9))]
+        pinned = [slot for slot in slots if slot is not None]
+        for slot in pinned:
+            table.pin(slot)
+        gone = [table.discard(one) for one in rng.sample(here, len(here) // rng.randint(1, 5))]
+        events.extend(source.removed([one for one in gone if one is not None], "evicted"))
+        for part in range(3):
+            drawn = rng.sample(range(1, count), count // 5)
+            new = [number for number in drawn if table.find(name(number)) is None]
+            room = table.room_for(len(new), 64)
+            taken = table.stage_all([name(n) for n in new[:room]], 64)
+            entries = [(slot, block(n)) for slot, n in zip(taken, new, strict=False)]
+            table.register_all(entries)
+            events.extend(source.stored([one for _, one in entries]))
+            if part == 1:
+                table.unpin(pinned)
+        table.check()
+
+    change()
+    makers = source.moment(
+        [partial(table.unfolded_in, part) for part in table.cut(rng.randint(1, 2_000))]
+    )
+    moment = source.seq
+    found: set[str] = set()
+    for maker in makers:
+        page = maker()
+        assert (page.seq, page.pages) == (moment, len(makers))
+        found |= {text for part in page.parts for run in part.runs for text in run.hashes}
+        change()
+    for event in events:
+        match event:
+            case Stored() if event.seq > moment:
+                found |= {text for run in event.runs for text in run.hashes}
+            case Removed() if event.seq > moment:
+                found -= {*event.hashes}
+    assert found == {one.hash.hex() for one in table.blocks()}
+    assert moment < source.seq
 
 
 def test_what_is_announced_can_be_decoded() -> None:

@@ -25,6 +25,7 @@ from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.leases import Lease, LeaseTable
 from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.slot_records import STRETCH_BITS, STRETCHES_MAX
 from kvbm_common.tier.slots import Block, SlotTable
 
 from tests.libs.helpers import block, make_room, name, names, plain_table, policy_of
@@ -44,6 +45,11 @@ def commit(table: SlotTable, number: int) -> int:
     assert slot is not None
     table.register(slot, block(number))
     return slot
+
+
+def unfolded(table: SlotTable) -> list[Block]:
+    """What a snapshot tells of."""
+    return [one for part in table.cut(2) for one in table.unfolded_in(part)]
 
 
 def slot_of(table: SlotTable, number: int) -> int:
@@ -210,7 +216,7 @@ def test_restored_blocks_are_unfolded_in_their_order_and_once() -> None:
     assert table.evict(name(2)) == block(2)
     assert commit(table, 9) == 0
     assert table.blocks() == [block(9), block(4), block(1)]
-    assert table.unfolded_blocks() == [block(9), block(1)]
+    assert unfolded(table) == [block(9), block(1)]
     assert table.folded(names(1, 2, 3, 4, 9)) == {name(4)}
     table.check()
     assert table.unfold(9) == [block(4)]
@@ -218,7 +224,7 @@ def test_restored_blocks_are_unfolded_in_their_order_and_once() -> None:
     assert table.unfold(1) == []
     table.unpin([1])
     table.check()
-    assert table.blocks() == table.unfolded_blocks() == [block(9), block(4), block(1)]
+    assert table.blocks() == unfolded(table) == [block(9), block(4), block(1)]
 
 
 def test_restore_wants_an_empty_table() -> None:
@@ -431,8 +437,36 @@ def test_another_policy_takes_over_the_blocks(policy: str) -> None:
     table.check()
 
 
-def test_a_list_of_all_blocks_costs_no_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot begins with it: a million calls held a host tier for half a second."""
+def held_in(*slots: int) -> SlotTable:
+    """A table of forty stretches of slots, of which these have a block each."""
+    count = 40 << STRETCH_BITS
+    table = plain_table(count, partial(make_policy, "lru"))
+    assert table.stage_all(names(*range(1, count + 1))) == [*range(count)]
+    table.register_all([(slot, block(slot + 1)) for slot in slots])
+    for slot in sorted({*range(count)}.difference(slots)):
+        table.abort(slot)
+    table.check()
+    return table
+
+
+def test_a_listing_is_cut_where_blocks_are() -> None:
+    """Two blocks are in the first stretch, two in the last: those are one part, or two."""
+    end = 40 << STRETCH_BITS
+    table = held_in(0, 1, end - 2, end - 1)
+    first, last = range(1 << STRETCH_BITS), range(39 << STRETCH_BITS, end)
+    assert table.cut(4) == [[first, last]]
+    assert table.cut(3) == table.cut(1) == [[first], [last]]
+    assert [one.hash for one in table.unfolded_in([last])] == names(end - 1, end)
+
+
+def test_no_part_of_a_listing_goes_over_many_slots() -> None:
+    """Blocks may come before a part is made: what it has then is bounded."""
+    table = held_in(*range(0, 40 << STRETCH_BITS, 1 << STRETCH_BITS))
+    assert [len(part) for part in table.cut(1_000)] == [STRETCHES_MAX, 40 - STRETCHES_MAX]
+
+
+def test_a_listing_costs_no_call_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot is made of it: a million calls held a host tier for half a second."""
     table, calls = plain_table(64), 0
 
     def counted(self: SlotTable, slot: int) -> Block:
@@ -446,7 +480,7 @@ def test_a_list_of_all_blocks_costs_no_call_for_each(monkeypatch: pytest.MonkeyP
         assert slot is not None
         table.register(slot, block(number))
     monkeypatch.setattr(SlotTable, "block", counted)
-    assert table.blocks() == [block(number) for number in range(1, 65)]
+    assert unfolded(table) == [block(number) for number in range(1, 65)]
     assert calls == 0
 
 
@@ -499,9 +533,9 @@ class SlotsAndLeases(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def unfold(self, count: int) -> None:
-        before = self.table.unfolded_blocks()
+        before = unfolded(self.table)
         found = self.table.unfold(count)
-        after = self.table.unfolded_blocks()
+        after = unfolded(self.table)
         assert {*after} == {*before, *found}
         assert len(after) == len(before) + len(found)
 
