@@ -73,10 +73,6 @@ class DeclaredSettings(AccessSettings):
         default_text="`disk` in `KVBM_STATE_DIR`",
         help="Directory of the disk tier's files; of several, each gets a disk tier of its own and "
         "an equal share of the size.")
-    disk_allocator_type: str = setting(
-        "DYN_KVBM_DISK_ALLOCATOR_TYPE", "default", schema.choice("default", "open-direct"),
-        section="disk_tier",
-        help="`open-direct` opens with O_DIRECT at once instead of setting it later.")
     disk_zerofill_fallback: bool = setting(
         "DYN_KVBM_DISK_ZEROFILL_FALLBACK", False, schema.BOOLEAN, section="disk_tier",
         help="Write zeros where the file system cannot preallocate.")
@@ -276,9 +272,6 @@ class DeclaredSettings(AccessSettings):
         default_text="off, unless `OTEL_EXPORTER_OTLP_ENDPOINT` is set",
         help="Collector of OpenTelemetry that onboards are traced to, over OTLP/HTTP: "
         "`http://HOST:4318`.")
-    cache_stats_log_interval_s: int = setting(
-        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5, schema.integer(1), section="metrics",
-        unit="s", help="How often the hit rates are refreshed and logged.")
 
     # -- consolidator --
     consolidator_enabled: bool = setting(

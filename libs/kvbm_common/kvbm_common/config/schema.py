@@ -304,6 +304,8 @@ NO_EFFECT = {
     "DYN_KVBM_TRANSFER_BATCH_SIZE": "use DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
     "DYN_KVBM_ENABLE_NUMA": "deprecated in KVBM too",
     "DYN_KVBM_DISABLE_WRITE_COMBINED": "the arena is ordinary shared memory",
+    "DYN_KVBM_DISK_ALLOCATOR_TYPE": "O_DIRECT is used unless DYN_KVBM_DISK_DISABLE_O_DIRECT is set",
+    "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": "hit rates are metrics, and are not logged",
     "DYN_KVBM_LEADER_ZMQ_HOST": "ranks meet in the host tier",
     "DYN_KVBM_LEADER_ZMQ_PUB_PORT": "ranks meet in the host tier",
     "DYN_KVBM_LEADER_ZMQ_ACK_PORT": "ranks meet in the host tier",
