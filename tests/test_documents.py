@@ -32,6 +32,11 @@ SENTENCE_WORDS_MAX = 25
 WITH_LANDMARKS = [
     ROOT / "README.md", ARCHITECTURE, ROOT / "CONTRIBUTING.md", DECISIONS, WALKTHROUGH,
 ]  # fmt: skip
+GIVES_UP = (
+    "services/host_tier", "services/disk_tier", "libs/kvbm_common/kvbm_common/tier",
+    "libs/kvbm_common/kvbm_common/nixl",
+)  # fmt: skip
+"""Where the reasons of `kvbm_dropped_total` come from."""
 GENERATED = {"docs/configuration.md", "docs/benchmarks.md"}
 
 
@@ -145,6 +150,51 @@ def test_every_reason_of_a_miss_is_explained() -> None:
     first, second = section.split("| outcome | meaning |")
     assert re.findall(r"^\| `(\w+)` \|", first, re.MULTILINE) == list(reasons.MEANINGS)
     assert re.findall(r"^\| `(\w+)` \|", second, re.MULTILINE) == list(reasons.OUTCOMES)
+
+
+def texts_of(*folders: str) -> tuple[set[str], set[str]]:
+    """Return the string constants of the code, and what f-strings begin with."""
+    constants: set[str] = set()
+    beginnings: set[str] = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+                beginnings.add(str(node.values[0].value))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                constants.add(node.value)
+    return constants, beginnings
+
+
+def test_every_reason_of_a_drop_exists() -> None:
+    """Goal: the table of `kvbm_dropped_total` has what the tiers count, and nothing else.
+
+    A reason is a key of its own, or the code of a failure behind a beginning such as `offer_`.
+    """
+    section = OPERATING.split("### Reasons for work given up\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", section, re.MULTILINE)
+    constants, beginnings = texts_of(*GIVES_UP)
+    keys = {text.removeprefix("dropped.") for text in constants if text.startswith("dropped.")}
+    groups = {text.removeprefix("dropped.") for text in beginnings if text.startswith("dropped.")}
+    families = {"fill", "peer"}
+    assert families < keys, "for `reason_key`, which puts a reason behind each"
+    keys -= families | groups
+    groups |= {f"{family}_" for family in families}
+    all_names: set[str] = set()
+    for names_text, meaning in rows:
+        names = re.findall(r"`(\w+…?)`", names_text)
+        behind = {name.rstrip("…") for name in names if name.endswith("…")}
+        assert behind <= groups, names_text
+        whole = [name for name in names if not name.endswith("…")]
+        said = re.findall(r"`([a-z_]+)`", meaning)
+        for name in [*whole, *(word for word in said if word not in constants)]:
+            in_group = {name.removeprefix(group) for group in groups if name.startswith(group)}
+            known = {name, *(group + name for group in behind)} & keys
+            assert known or in_group & constants, f"no tier counts {name}: {names_text}"
+        all_names.update(names)
+    rest = tuple(name.rstrip("…") for name in all_names if name.endswith("…"))
+    unsaid = {key for key in keys - all_names if not key.startswith(rest)}
+    unsaid |= {group for group in groups if not any(name.startswith(group) for name in all_names)}
+    assert unsaid == set(), "the table does not say what these are"
 
 
 def prose_lines(text: str) -> Iterator[tuple[int, str]]:
