@@ -1,19 +1,29 @@
-"""Harmless: which of SGLang's arguments and variables enter no page's name, and why.
+"""Harmless: arguments and variables of SGLang whose text is not hashed into page names, and why.
 
-Every other one enters: one that a later release adds changes names, which costs a recomputation,
+Every other one is: one that a later release adds changes names, which costs a recomputation,
 until it is looked at and listed here. A test walks the arguments and variables of the release that
 is installed. Written against SGLang 0.5.23; a name that a release lacks does no harm.
 
-A reason must hold for every value. What enters must be the same in all ranks, on all hosts and
+A reason must hold for every value. What is hashed must be the same in all ranks, on all hosts and
 after a restart: ports, ranks and sizes that follow from memory are here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from kvbm_connectors.client.harmless import Reasons, names_of
 
-ARGUMENTS: Mapping[str, str] = {
-    "enters by content (weights.py, adapters.py)": (
+PREFIXES = ("SGLANG_",)
+OTHER_VARIABLES = frozenset({
+    "AITER_FORCE_A8W4", "AITER_SITUV2_A4W4", "AITER_SITUV2_A8W4", "CK_MOE",
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT", "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
+    "FLASHINFER_NVFP4_4OVER6", "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "FLA_USE_FAST_OPS",
+    "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "ROCM_QUICK_REDUCE_QUANTIZATION",
+    "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH", "USE_ROCM_AITER_ROPE_BACKEND",
+    "USE_TRITON_W8A8_FP8_KERNEL",
+})  # fmt: skip
+"""Variables with another prefix that SGLang's kernels look at."""
+ARGUMENTS: Reasons = {
+    "hashed by content (weights.py, adapters.py)": (
         "model_path revision load_format download_dir model_checksum speculative_draft_model_path "
         "speculative_draft_model_revision speculative_draft_load_format quantization_param_path "
         "kt_weight_path decrypted_config_file decrypted_draft_config_file uno_lora_path "
@@ -163,9 +173,9 @@ ARGUMENTS: Mapping[str, str] = {
         "kv_canary_sweep_interval"
     ),
 }
-"""Names, separated by spaces, by the reason why they are harmless or enter in another way."""
-HARMLESS = frozenset(name for names in ARGUMENTS.values() for name in names.split())
-VARIABLES: Mapping[str, str] = {
+"""Arguments whose text is not hashed, by reason."""
+HARMLESS = names_of(ARGUMENTS)
+VARIABLES: Reasons = {
     "processes, hosts, ports, ranks and names": (
         "SGLANG_USE_PICKLE_IPC SGLANG_LOG_PICKLE_IPC_OBJECTS SGLANG_ZMQ_ALLOWED_PEERS "
         "SGLANG_ZMQ_SOURCE_IP SGLANG_USE_MESSAGE_QUEUE_BROADCASTER SGLANG_TCP_STORE_PORT "
@@ -327,4 +337,4 @@ VARIABLES: Mapping[str, str] = {
     ),
 }
 """Variables that begin with `SGLANG_`, as above. SGLang sets some itself, others differ by rank."""
-HARMLESS_VARIABLES = frozenset(name for names in VARIABLES.values() for name in names.split())
+HARMLESS_VARIABLES = names_of(VARIABLES)

@@ -1,18 +1,21 @@
-"""Harmless: which of TensorRT-LLM's arguments and variables enter no block's name, and why.
+"""Harmless: arguments and variables of TensorRT-LLM whose text is not hashed into names, and why.
 
-Every other one enters, as for SGLang: one that a later release adds changes names, which
+Every other one is, as for SGLang: one that a later release adds changes names, which
 costs a recomputation, until it is looked at and listed here. Written against the sources of 1.2 and
 of the main branch behind 1.3; a name that a release lacks does no harm.
 
-A reason must hold for every value. What enters must be the same in all ranks.
+A reason must hold for every value. What is hashed must be the same in all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from kvbm_connectors.client.harmless import Reasons, names_of
 
-ARGUMENTS: Mapping[str, str] = {
-    "enters by content, or a field of the namespace (identity.py)": (
+PREFIXES = ("TRTLLM_", "TLLM_")
+OTHER_VARIABLES = frozenset({"ENABLE_PERFECT_ROUTER", "FLA_USE_FAST_OPS", "OVERRIDE_QUANT_ALGO"})
+"""Variables with another prefix that change what is computed."""
+ARGUMENTS: Reasons = {
+    "hashed by content, or a field of the namespace (identity.py)": (
         "model revision load_format dtype quant_config kv_cache_config parallel_config "
         "attn_backend tensor_parallel_size"
     ),
@@ -58,8 +61,8 @@ ARGUMENTS: Mapping[str, str] = {
     "disaggregation carries blocks elsewhere": "cache_transceiver_config",
     "how files are read, not which": "checkpoint_io_policy",
 }
-"""Names, separated by spaces, by the reason why they are harmless or enter in another way."""
-CACHE_ARGUMENTS: Mapping[str, str] = {
+"""Arguments whose text is not hashed, by reason."""
+CACHE_ARGUMENTS: Reasons = {
     "a field of the namespace, or refused (identity.py)": (
         "dtype tokens_per_block use_kv_cache_manager_v2 enable_block_reuse enable_partial_reuse "
         "host_cache_size max_attention_window"
@@ -80,14 +83,9 @@ CACHE_ARGUMENTS: Mapping[str, str] = {
 }
 """Arguments of `kv_cache_config` that change no KV bytes, by reason."""
 
-
-def _names(arguments: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(name for names in arguments.values() for name in names.split())
-
-
-HARMLESS = _names(ARGUMENTS)
-HARMLESS_OF_CACHE = _names(CACHE_ARGUMENTS)
-VARIABLES: Mapping[str, str] = {
+HARMLESS = names_of(ARGUMENTS)
+HARMLESS_OF_CACHE = names_of(CACHE_ARGUMENTS)
+VARIABLES: Reasons = {
     "processes, hosts and ranks": (
         "TLLM_DISABLE_MPI TLLM_DISAGG_INSTANCE_IDX TLLM_DISAGG_RUN_REMOTE_MPI_SESSION_CLIENT "
         "TLLM_LLMAPI_ZMQ_PAIR TLLM_NUMA_AWARE_WORKER_AFFINITY TLLM_RAY_FORCE_LOCAL_CLUSTER "
@@ -121,7 +119,4 @@ VARIABLES: Mapping[str, str] = {
     ),
 }
 """Variables that begin with `TRTLLM_` or `TLLM_`, as above: those of the main branch's registry."""
-HARMLESS_VARIABLES = frozenset(name for names in VARIABLES.values() for name in names.split())
-PREFIXES = ("TRTLLM_", "TLLM_")
-OTHER_VARIABLES = frozenset({"ENABLE_PERFECT_ROUTER", "FLA_USE_FAST_OPS", "OVERRIDE_QUANT_ALGO"})
-"""Variables with another prefix that change what is computed."""
+HARMLESS_VARIABLES = names_of(VARIABLES)

@@ -16,7 +16,7 @@ from kvbm_common.identity import Namespace
 from kvbm_common.tier.parts import PARTS_MAX
 from kvbm_common.wire.local import Attach
 
-from kvbm_connectors.client.variables import variables_that_enter
+from kvbm_connectors.client.variables import contents_of_files, variables_in_name
 from kvbm_connectors.client.weights import UnreadableWeights, label_of, resolve, revision_of
 from kvbm_connectors.trtllm.arguments import changes_of, plain
 from kvbm_connectors.trtllm.harmless import (
@@ -171,10 +171,10 @@ def _revision(args: LlmArgs, life: str) -> str:
         "quant_config": plain(_get(args, "quant_config")),
         "lora_dir": [revision_of(resolve(str(path))) for path in _adapters_of(args)],
     }
-    if variables := variables_that_enter(
+    if variables := variables_in_name(
         os.environ, PREFIXES, harmless=HARMLESS_VARIABLES, others=OTHER_VARIABLES
     ):
-        changes["variables"] = variables
+        changes["variables"] = variables | contents_of_files(variables)
     text = json.dumps(changes, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return "+".join([weights, load_format_of(args), digest])

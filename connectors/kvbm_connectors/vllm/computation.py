@@ -2,7 +2,8 @@
 
 Two engines that differ in any of it name their blocks apart. Every field of VllmConfig and its
 parts enters, and every variable that is set and begins with `VLLM_`, except those that
-`harmless.py` lists with a reason: what a later release adds enters until it is looked at. Besides:
+`harmless.py` lists with a reason: what a later release adds enters until it is looked at. So do a
+few variables with other prefixes (`OTHER_VARIABLES` there). Besides:
 
 Enters                              because
 - max_model_len, if rope is scaled  LongRoPE and dynamic NTK choose their factors by it; Llama 4
@@ -30,14 +31,15 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvbm_connectors.vllm.harmless import FIELDS, HARMLESS_VARIABLES, OF_LORA
+from kvbm_connectors.client.variables import variables_in_name
+from kvbm_connectors.vllm.harmless import (
+    FIELDS,
+    HARMLESS_VARIABLES,
+    OF_LORA,
+    OTHER_VARIABLES,
+    PREFIXES,
+)
 
-PREFIX = "VLLM_"
-OTHER_VARIABLES = frozenset({
-    "AITER_BF16_FP8_MOE_BOUND", "INKLING_GFX950_GLUON", "XPU_USE_TRITON_KERNEL",
-    "K_SCALE_CONSTANT", "Q_SCALE_CONSTANT", "V_SCALE_CONSTANT",
-})  # fmt: skip
-"""Variables with another prefix that vLLM's kernels look at."""
 DERIVED = ("runner_type", "convert_type")
 """Attributes of ModelConfig that are no fields."""
 LONG = 32_768
@@ -61,7 +63,7 @@ def digest_of(
     """
     model = config.model_config
     files = beside or {}
-    variables = variables_that_enter(os.environ if environ is None else environ)
+    variables = variables_of(os.environ if environ is None else environ)
     found = {
         "engine": entering(config),
         "derived": {name: getattr(model, name, None) for name in DERIVED},
@@ -110,13 +112,9 @@ def _items(part: Any) -> list[tuple[str, Any]]:
     return [(one.name, getattr(part, one.name, None)) for one in fields(part)]
 
 
-def variables_that_enter(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set and change what is computed, or may."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if (name.startswith(PREFIX) and name not in HARMLESS_VARIABLES) or name in OTHER_VARIABLES
-    }
+def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are part of a block's name."""
+    return variables_in_name(environ, PREFIXES, harmless=HARMLESS_VARIABLES, others=OTHER_VARIABLES)
 
 
 def _length_that_counts(model: Any) -> int | str | None:

@@ -1,19 +1,24 @@
-"""Harmless: what of vLLM's configuration and variables enters no block's name, and why.
+"""Harmless: fields and variables of vLLM whose text is not hashed into block names, and why.
 
-Everything else enters: a field or a variable that a later release adds changes names, which costs
+Everything else is: a field or a variable that a later release adds changes names, which costs
 a recomputation, until it is looked at and listed here. A test walks the fields and variables of the
 release that is installed. Written against vLLM 0.32; a name that a release lacks does no harm.
 
-A reason must hold for every value. What enters must be the same in all processes of an engine, on
-all hosts and after a restart: ports, paths, ranks and sizes that follow from memory are here, too.
+A reason must hold for every value. What is hashed must be the same in all processes of an engine,
+on all hosts and after a restart: ports, paths, ranks and sizes that follow from memory are here,
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from kvbm_connectors.client.harmless import Reasons, names_of
 
-Reasons = Mapping[str, str]
-"""Names, separated by spaces, by the reason why they are harmless."""
+PREFIXES = ("VLLM_",)
+OTHER_VARIABLES = frozenset({
+    "AITER_BF16_FP8_MOE_BOUND", "INKLING_GFX950_GLUON", "XPU_USE_TRITON_KERNEL",
+    "K_SCALE_CONSTANT", "Q_SCALE_CONSTANT", "V_SCALE_CONSTANT",
+})  # fmt: skip
+"""Variables with another prefix that vLLM's kernels look at."""
 
 MODEL: Reasons = {
     "a path or revision: weights and configuration count by content": (
@@ -268,14 +273,7 @@ VARIABLES: Reasons = {
     ),
 }
 """Variables that begin with `VLLM_` and change no KV bytes."""
-
-
-def names_of(reasons: Reasons, prefix: str = "") -> Iterable[str]:
-    """Return all names of a table, each below a prefix."""
-    return (prefix + name for names in reasons.values() for name in names.split())
-
-
-OF_LORA = frozenset(names_of(LORA))
+OF_LORA = names_of(LORA)
 FIELDS = frozenset((
     *names_of(ENGINE),
     *names_of(MODEL, "model_config."),
@@ -289,4 +287,4 @@ FIELDS = frozenset((
     *names_of(LOAD, "speculative_config.draft_load_config."),
 ))  # fmt: skip
 """Paths below VllmConfig, of fields or of whole parts."""
-HARMLESS_VARIABLES = frozenset(names_of(VARIABLES))
+HARMLESS_VARIABLES = names_of(VARIABLES)

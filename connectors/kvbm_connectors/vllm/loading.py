@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvbm_connectors.client import variables
 from kvbm_connectors.client.weights import (
     UnreadableWeights,
     content_of,
@@ -20,7 +21,7 @@ from kvbm_connectors.client.weights import (
     resolve,
     revision_of,
 )
-from kvbm_connectors.vllm.computation import plain, variables_that_enter
+from kvbm_connectors.vllm.computation import plain, variables_of
 
 LOCAL = frozenset({
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt",
@@ -65,9 +66,7 @@ def beside(config: Any, environ: Mapping[str, str] = os.environ) -> dict[str, st
     file = overrides.get(QUANTISATION_FILE) if isinstance(overrides, Mapping) else None
     if file:
         found[QUANTISATION_FILE] = content_of(str(file))
-    for name, value in variables_that_enter(environ).items():
-        if os.path.isfile(value):
-            found[name] = content_of(value)
+    found |= variables.contents_of_files(variables_of(environ))
     return {name: content for name, content in found.items() if content}
 
 
@@ -151,11 +150,10 @@ def refusal_of_quantisation(config: Any) -> str:
     return f"the quantisation is a plugin's: {module}; name it and the weights with `revision`"
 
 
-def refuse_modelscope(name: str) -> None:
-    """Raise UnreadableWeights where vLLM asks ModelScope for what has this name."""
+def refuse_modelscope(model: str) -> None:
+    """Raise UnreadableWeights where vLLM asks ModelScope for this model."""
     asked = os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
-    if asked and name and not os.path.exists(name):
-        raise UnreadableWeights(f"{name} comes from ModelScope, whose cache is not looked into")
+    variables.refuse_modelscope(model, asked=asked)
 
 
 def _further(model: Any) -> Iterator[str]:

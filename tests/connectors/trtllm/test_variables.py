@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from kvbm_connectors.trtllm.harmless import HARMLESS_VARIABLES
 from kvbm_connectors.trtllm.identity import namespace_of
@@ -40,3 +42,16 @@ def test_harmless_variables_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*HARMLESS_VARIABLES, "DYN_KVBM_TRTLLM_ZMQ_PORT"):
         monkeypatch.setenv(variable, "1")
     assert digest() == before
+
+
+def test_a_file_that_a_variable_names_counts_by_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: neither another file under the same path nor another path of the same file misleads."""
+    found = []
+    for name, content in (("one", "{}"), ("one", "[]"), ("other", "[]")):
+        path = tmp_path / name
+        path.write_text(content)
+        monkeypatch.setenv("TRTLLM_OF_A_LATER_RELEASE", str(path))
+        found.append(digest())
+    assert found[0] != found[1] == found[2]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvbm_connectors.vllm.computation import application_of, digest_of, variables_that_enter
+from kvbm_connectors.vllm.computation import application_of, digest_of, variables_of
 from kvbm_connectors.vllm.harmless import HARMLESS_VARIABLES
 
 
@@ -117,7 +117,7 @@ def test_variables_enter(name: str) -> None:
 def test_harmless_variables_and_those_of_others_do_not() -> None:
     """Hosts, ports, paths, logs; and a shell's own."""
     environ = dict.fromkeys((*HARMLESS_VARIABLES, "PATH", "KVBM_HOST"), "1")
-    assert variables_that_enter(environ) == {}
+    assert variables_of(environ) == {}
 
 
 def lora(**given: Any) -> SimpleNamespace:
