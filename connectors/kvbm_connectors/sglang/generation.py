@@ -11,7 +11,6 @@ hold that process as well.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
@@ -19,19 +18,20 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from kvbm_connectors.sglang import engine_life
+from kvbm_connectors.sglang.engine_life import life_of_engine
+
+__all__ = ["Generation", "life_of_engine", "unwritable"]
+
 log = logging.getLogger(__name__)
 
 GENERATION_BYTES = 8
 DIRECTORY = "sglang"
-LIFE = secrets.token_bytes(8)
-"""The life of this rank's process."""
 CLEARED: Counter[Path] = Counter()
 """How often this process has ended each generation: what it stores since is found by its life
 alone."""
 SEEN: set[Path] = set()
 """Files that this process has read."""
-RUN = "SGLANG_RUN_ID"
-"""A variable that SGLang draws for each engine before it starts the ranks' processes."""
 IN_MEMORY = (0, 0)
 """The stamp of a generation without a file."""
 
@@ -48,29 +48,12 @@ def unwritable(state_dir: Path) -> str:
     return ""
 
 
-def life_of_engine() -> bytes:
-    """Return the same bytes in all ranks' processes of an engine, and in no other engine.
-
-    SGLang draws a number for each run of an engine. Without one, its first process began them: not
-    so with Ray, whose processes begin several engines. Where that process cannot be seen, the life
-    of this process: no page of another is found then.
-    """
-    if run := os.environ.get(RUN):
-        return hashlib.blake2b(run.encode(), digest_size=8).digest()
-    parent = os.getppid()
-    try:
-        began = Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[19]
-    except OSError:  # It is in another PID namespace, or hidden.
-        return LIFE
-    return hashlib.blake2b(b"%d %b" % (parent, began), digest_size=8).digest()
-
-
 class Generation:
     """The generation of one namespace. Every engine of the host sees it change."""
 
     def __init__(self, state_dir: Path, namespace: bytes, life: bytes | None = None) -> None:
         """Name what is stored after a `clear` of this process by `life` as well; None: its own."""
-        self._life = LIFE if life is None else life
+        self._life = engine_life.LIFE if life is None else life
         self._path = state_dir / DIRECTORY / f"{namespace.hex()[:32]}.generation"
         self._lock = threading.Lock()
         self._stamp: tuple[int, int] | None = None

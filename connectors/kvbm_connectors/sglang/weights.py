@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,14 +23,12 @@ from kvbm_connectors.client.weights import (
 )
 from kvbm_connectors.client.weights import revision_of as revision_of_path
 from kvbm_connectors.sglang.adapters import adapters_of
-from kvbm_connectors.sglang.generation import RUN
+from kvbm_connectors.sglang.engine_life import life_of_weights
 from kvbm_connectors.sglang.harmless import HARMLESS
 from kvbm_connectors.sglang.variables import OWN_MODELS, refuse_modelscope, variables_of
 
 ATTACHMENTS = itertools.count(1)
 """Storages that were attached while this process serves: SGLang attaches one in each rank."""
-LIFE = secrets.token_hex(8)
-"""The life of this rank's process, where an engine has drawn none."""
 LOCAL = frozenset({
     "auto", "safetensors", "fastsafetensors", "pt", "sharded_state", "gguf",
     "bitsandbytes", "mistral", "layered", "runai_streamer",
@@ -42,25 +39,16 @@ FILES = ("quantization_param_path", "decrypted_config_file", "decrypted_draft_co
 FURTHER = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path")
 """Arguments that name further weights."""
 UNCHANGED = (None, "", "auto", "{}")
-UNSET = str | None
+MAY_BE_UNSET = str | None
+"""The types of values in `UNCHANGED`; other objects may compare in a way of their own."""
 NOT_FIELDS = frozenset({"_resolution_finished", "_resolution_failed", "_input_frozen"})
 """Attributes of SGLang's arguments that say how far they are resolved."""
 NEVER_NS = 2**63
 DUMMY = "dummy"
 
 
-def life_of_weights(replica: int = 0) -> str:
-    """Return what stands for weights that only this life of the engine has, the same in all its
-    ranks on a host: where they share pages, one of them stores for all.
-
-    A parent process would not do: that of Ray is the same for several engines.
-    """
-    life = f"{os.environ.get(RUN) or LIFE}/{replica}"
-    return hashlib.blake2b(life.encode(), digest_size=8).hexdigest()
-
-
 def _weights(path: str, revision: str | None, load_format: str, directory: str | None) -> str:
-    if load_format == "dummy":  # Drawn, and trainers push the real ones later.
+    if load_format == DUMMY:  # Drawn, and trainers push the real ones later.
         return DUMMY
     if load_format not in LOCAL:
         raise UnreadableWeights(
@@ -128,7 +116,7 @@ def revision_of(
     if adapters := adapters_of(arguments, since_ns):
         found["lora"] = adapters
     if variables := variables_of(os.environ):
-        found["variables"] = {name: _content_or_value(value) for name, value in variables.items()}
+        found["variables"] = variables
     if version:
         found["sglang"] = version
     late = f"attached:{life_of_weights(replica)}:{next(ATTACHMENTS)}" if is_late else ""
@@ -172,7 +160,7 @@ def _changes(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _content_or_value(value)
         for name, value in values.items()
-        if name not in HARMLESS and not (isinstance(value, UNSET) and value in UNCHANGED)
+        if name not in HARMLESS and not (isinstance(value, MAY_BE_UNSET) and value in UNCHANGED)
     }
 
 

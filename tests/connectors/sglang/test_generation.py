@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from kvbm_connectors.sglang import generation
-from kvbm_connectors.sglang.generation import Generation, life_of_engine, unwritable
+from kvbm_connectors.sglang import engine_life, generation
+from kvbm_connectors.sglang.generation import Generation, unwritable
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch, life: bytes = bytes(8)) -> None:
     """From now on: it has cleared nothing yet."""
     monkeypatch.setattr(generation, "CLEARED", Counter())
-    monkeypatch.setattr(generation, "LIFE", life)
+    monkeypatch.setattr(engine_life, "LIFE", life)
 
 
 def test_a_generation_is_seen_by_all_and_survives(
@@ -87,30 +85,6 @@ def test_a_clear_that_fails_finds_nothing_of_before(tmp_path: Path) -> None:
     with full, pytest.raises(OSError, match="no space"):
         engine.renew()
     assert engine.read() != before
-
-
-def test_processes_of_one_parent_have_the_life_of_an_engine() -> None:
-    """Goal: where ranks share one copy, all of them find what the first rank stores. The parent of
-    another engine is another process."""
-    code = "from kvbm_connectors.sglang.generation import life_of_engine as l; print(l().hex())"
-    ranks = {subprocess.check_output([sys.executable, "-c", code]) for _ in range(2)}
-    other = subprocess.check_output(["sh", "-c", f"{sys.executable} -c '{code}'; true"])
-    assert len(ranks) == 1
-    assert other not in ranks
-
-
-def test_engines_of_one_parent_have_lives_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's process begins several: each has the number that SGLang draws for it."""
-    lives = []
-    for run in ("one", "two", "one"):
-        monkeypatch.setenv("SGLANG_RUN_ID", run)
-        lives.append(life_of_engine())
-    assert lives[0] == lives[2] != lives[1]
-
-
-def test_an_engine_whose_first_process_is_hidden_has_the_life_of_this_process() -> None:
-    with patch.object(os, "getppid", return_value=0):
-        assert life_of_engine() == generation.LIFE
 
 
 def test_a_generation_that_cannot_be_read_is_not_none(tmp_path: Path) -> None:
