@@ -1,1 +1,1 @@
-"""What runs beside an engine: connector core, consolidator, sim engine."""
+"""The part of KVBM beside an engine: connectors, consolidator, and a simulated engine."""

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Access(Enum):
-    """What a load of some life of the host tier can expect."""
+    """The access to an arena, as a load from some life of the host tier finds it."""
 
     READY = "ready"
     COMING = "coming"

@@ -21,7 +21,7 @@ VERIFY_EVERY = {"always": 1, "sampled": VERIFY_SAMPLE, "never": 0}
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What is in force in one engine."""
+    """The options in force in one engine."""
 
     settings: Settings
 

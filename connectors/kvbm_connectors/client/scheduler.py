@@ -180,12 +180,12 @@ class SchedulerHalf:
 
     @property
     def attached(self) -> bool:
-        """Is a host tier there?"""
+        """Whether a host tier is attached."""
         return self.epoch != 0
 
     @property
     def streams_attached(self) -> bool:
-        """Does the consolidator follow all our event streams?"""
+        """Whether the consolidator follows all our event streams."""
         followed = all(link.state is LinkState.UP for link in self._events)
         return followed and (self._view().takes_offers or not self._events)
 

@@ -84,8 +84,8 @@ LINKS_MAX = 40
 
 
 class Look(Enum):
-    """What a signature looks at: what a path leads to, a link itself, or a directory that a link
-    leads into. The last has a time, and may get further files."""
+    """The thing that a signature looks at: a path's target, a link itself, or a directory that a
+    link leads into. The last has a time, and may get further files."""
 
     TARGET = "target"
     LINK = "link"
@@ -227,7 +227,7 @@ def signature(path: Path) -> Signature:
 
 
 def choice_of(snapshot: Path) -> Signature:
-    """Return what changes when a name of the hub stands for another snapshot of its cache.
+    """Return a signature of the hub cache's `refs/main`, which changes with the chosen snapshot.
 
     Raises UnreadableWeights.
     """

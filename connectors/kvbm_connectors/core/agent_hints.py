@@ -36,7 +36,7 @@ TTL_TEXT = 'seconds, or text such as "30s", "5m" or "1h"'
 
 @dataclass(frozen=True, slots=True)
 class AgentHint:
-    """What an agent wants for a session."""
+    """An agent's wish for a session."""
 
     action: Action
     session: str

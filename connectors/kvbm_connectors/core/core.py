@@ -40,7 +40,7 @@ from kvbm_connectors.core.outbox import Outbox
 
 @dataclass(frozen=True, slots=True)
 class ConnectorView:
-    """What a shell may know of the core between two inputs."""
+    """The part of the core that its shell reads between two inputs."""
 
     epoch: int
     """The life of the host tier that serves; 0: none, so that everything passes through."""

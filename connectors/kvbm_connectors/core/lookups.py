@@ -61,7 +61,7 @@ class Lookups:
         """Number of a lookup in ASKED → its request."""
         self._loading: set[int] = set()
         """Leases of loads in flight; their requests may have ended."""
-        self._avoided = FailedBlocks(limits.avoid_max)
+        self._failed = FailedBlocks(limits.avoid_max)
         self._careful: OrderedDict[str, bool] = OrderedDict()
         """Requests whose answer needed an avoided block: their next question needs none."""
         self._moves: deque[tuple[str, int, str]] = deque(maxlen=STORY_MOVES_MAX)
@@ -138,9 +138,7 @@ class Lookups:
             self._counts["blocks_not_asked_for"] += len(hashes) - fitting
             self._tell(request, 0, "too_long", len(hashes) - fitting)
         is_careful = self._careful.pop(request, False)
-        wanted, groups = without_failed(
-            wanted, groups, self._avoided, now_ms, is_careful=is_careful
-        )
+        wanted, groups = without_failed(wanted, groups, self._failed, now_ms, is_careful=is_careful)
         avoided = fitting - len(wanted)
         assert avoided >= 0, f"{request} asks for {len(wanted)} of {fitting} blocks"
         self._counts["avoided_blocks"] += avoided
@@ -230,9 +228,9 @@ class Lookups:
     def _needs_avoided(self, lookup: OpenLookup, found: Found) -> bool:
         """Tell whether a hit over KV groups, smaller than was asked for, needs a block that has
         failed lately: see `without_failed`."""
-        if not lookup.groups or not len(self._avoided):
+        if not lookup.groups or not len(self._failed):
             return False
-        return any(name in self._avoided for name in lookup.names_of(found))
+        return any(name in self._failed for name in lookup.names_of(found))
 
     def _give_back(self, lease: int) -> None:
         """Give back an unwanted lease; but a second answer must not end the first one's lease."""
@@ -286,7 +284,7 @@ class Lookups:
             self._tell(load.request, load.lookup, why_failed(result), failed)
             for name, ok in zip(load.hashes, result.intact, strict=True):
                 if not ok:
-                    self._avoided.add(name, now_ms + self._limits.avoid_ms)
+                    self._failed.add(name, now_ms + self._limits.avoid_ms)
         lookup = self._requests.get(load.request)
         if lookup is not None and lookup.found is not None and lookup.found.lease == load.lease:
             self._move(load.request, "load ended")
@@ -320,11 +318,11 @@ class Lookups:
 
     def other_arena(self) -> None:
         """Ask for failed blocks again: what failed was in another arena."""
-        self._avoided.clear()
+        self._failed.clear()
 
     def tick(self, now_ms: int) -> None:
         """Ask for failed blocks again when their time is over."""
-        self._avoided.tick(now_ms)
+        self._failed.tick(now_ms)
 
     def _tell(self, request: str, number: int, reason: str, blocks: int) -> None:
         """Tell the host tier what it cannot see, where it explains lookups."""

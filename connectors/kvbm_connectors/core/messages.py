@@ -1,4 +1,4 @@
-"""What the connector's core takes in, wants sent, answers, and is bounded by."""
+"""Messages of the connector's core: inputs, effects, answers, and its limits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def offers_of(run: OfferRun) -> Iterator[OfferRun]:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a lookup says of itself so that it can be explained and traced; see `Lookup`."""
+    """The fields by which a lookup is explained and traced; see `Lookup`."""
 
     content: bytes = b""
     trace: str = ""
@@ -59,7 +59,7 @@ UNSAID = Origin()
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker shall pull: arena slot `slots[i]` into device block `blocks[i]`.
+    """A load for a worker to pull: arena slot `slots[i]` into device block `blocks[i]`.
 
     `checksums[i]` are those of block i's parts, packed: each worker verifies those that it holds.
     `deadline_ms` is the lease's end on the holder's own clock: a pull that ends later has failed.

@@ -30,7 +30,7 @@ STEP_US_MAX = 60_000_000
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """What one step computes. Without prompt tokens it is not measured."""
+    """The work of one step. Without prompt tokens it is not measured."""
 
     prompt_tokens: int = 0
     decodes: int = 0

@@ -1,4 +1,4 @@
-"""What we read of SGLang's objects: the small part of its types that we rely on."""
+"""Types of SGLang: the small part of its objects that we read."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Generations: how `clear` makes all that was stored so far unreachable, on this host.
 
 A generation is a few random bytes in a file of the state directory, and part of every page's
-name. Another one, and nothing that was stored before is found again; eviction takes it. That is as
-fast for a terabyte as for nothing, and a page that is on its way in cannot come back.
+name. With another one, nothing that was stored before is found again, and eviction removes it. That
+takes as long for a terabyte as for nothing, and a page that is on its way in cannot come back.
 
-Who clears may have updated its weights, and is then no longer what its namespace says. Its next
-life, with the weights of its start, reads the same file. So the names of a process that has cleared
-hold that process as well.
+An engine usually clears because its weights changed, and then computes something else than its
+namespace says. After a restart it has its first weights again, and reads the same file. So a
+process that has cleared adds its own life to each name.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ TRAILING_PAGES = "trailing_pages"
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """What `batch_exists_v2` answers, in pages."""
+    """The answer of `batch_exists_v2`, in pages."""
 
     pages: int
     """The longest prefix that all pools have."""

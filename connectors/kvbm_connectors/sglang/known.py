@@ -1,9 +1,9 @@
-"""Known pages: those in this host's memory, so that a question need not wait for an answer.
+"""Known pages: those that the host tier's committed table lists, found without a question.
 
-SGLang asks whether pages exist, and reads them later. The host tier lists what it holds in a
-roster that this process maps: of listed pages the question is answered at once, while the lookup
-that leases them is on its way. Whether they are still there, the read will tell. What is not listed
-may be below or on another host: only an answer tells that.
+SGLang asks whether pages exist, and reads them later. This process maps the committed table: for
+listed pages SGLang gets its answer at once, while the lookup that leases them is on its way. If one
+has gone meanwhile, the read fails. A page that is not listed may be in a lower tier or on another
+host: then the host tier is asked.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from kvbm_common.wire.local import Welcome
 
 
 class Known:
-    """The roster of the host tier's present life. Not thread-safe."""
+    """The committed table of the host tier's present life. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._roster: CommittedTableReader | None = None
+        self._table: CommittedTableReader | None = None
 
     def which(
         self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int
     ) -> list[bool]:
         """Return for each page whether it is listed; False for all where the host tier of `epoch`
         lists nothing."""
-        roster = self._present(welcome, epoch)
-        return [roster is not None and roster.has_all([name]) for name in names]
+        table = self._present(welcome, epoch)
+        return [table is not None and table.has_all([name]) for name in names]
 
     def covers(self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int) -> bool:
         """Return whether all of these pages are listed."""
-        roster = self._present(welcome, epoch)
-        return roster is not None and roster.has_all(names)
+        table = self._present(welcome, epoch)
+        return table is not None and table.has_all(names)
 
     def _present(self, welcome: Welcome | None, epoch: int) -> CommittedTableReader | None:
         if welcome is None or welcome.epoch != epoch or not epoch:
             return None
-        if self._roster is None or self._roster.epoch != epoch:
+        if self._table is None or self._table.epoch != epoch:
             self.close()
             try:
-                self._roster = CommittedTableReader(welcome.arena_path, epoch)
+                self._table = CommittedTableReader(welcome.arena_path, epoch)
             except ArenaUnavailable:  # Nothing was stored yet, or it could not be made.
                 return None
-        return self._roster
+        return self._table
 
     def close(self) -> None:
         """Unmap the table, if mapped."""
-        if self._roster is not None:
-            self._roster.close()
-            self._roster = None
+        if self._table is not None:
+            self._table.close()
+            self._table = None

@@ -1,4 +1,4 @@
-"""What SGLang's configuration says: the back end's options, and where KV events are published."""
+"""Options from SGLang's configuration: the back end's, and where KV events are published."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = frozenset({"revision"})
 
 @dataclass(frozen=True, slots=True)
 class Options(EngineOptions):
-    """What is in force in one rank of an engine."""
+    """The options in force in one rank of an engine."""
 
     revision: str = ""
     """An operator's name for the weights; then that, with all that changes what is computed."""
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
-    """What an `Attach` says of a stream; without an endpoint there are offers alone."""
+    """A stream, as an `Attach` names it; without an endpoint there are offers alone."""
 
     endpoint: str = ""
     replay_endpoint: str = ""

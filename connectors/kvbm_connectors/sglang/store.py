@@ -122,7 +122,7 @@ class Store:
 
     @property
     def attached(self) -> bool:
-        """Are both services there?"""
+        """Whether host tier and consolidator are both attached."""
         return self._scheduler.attached and self._scheduler.streams_attached
 
     def wait_attached(self, timeout_s: float) -> bool:
@@ -187,10 +187,10 @@ class Store:
     def present(
         self, names: Sequence[SequenceHash], window: int = 1, *, every: bool = True
     ) -> list[bool]:
-        """Return for each of these pages, by itself, whether it can be had now.
+        """Return, for each of these pages, whether it can be loaded now.
 
-        Unless it asks for `every` page, of those that are not listed only those are asked for that
-        a prefix needs which is longer than the longest one known, from the end on: each question
+        With `every`, the host tier is asked about each page that the committed table does not
+        list. Without, only about pages that could make the prefix longer, last first: a question
         that finds nothing counts as a miss.
         """
         assert window > 0, f"a window of {window} pages"

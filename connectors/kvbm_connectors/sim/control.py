@@ -86,7 +86,7 @@ class Dump(_Message, frozen=True, kw_only=True):
 
 
 class Stats(_Message, frozen=True, kw_only=True):
-    """What the engine and its connector have counted."""
+    """The counters of the engine and its connector."""
 
     idle: bool
     counts: dict[str, int]

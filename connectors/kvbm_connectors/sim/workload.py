@@ -110,7 +110,7 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 
 class BlockIds(msgspec.Struct, frozen=True):
-    """What a simulation of the cache needs of a line; blocks may be of any size."""
+    """The part of a line that a simulation of the cache needs; blocks may be of any size."""
 
     hash_ids: list[int | str]
 

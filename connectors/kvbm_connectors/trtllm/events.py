@@ -35,7 +35,7 @@ MEDIA = {0: "GPU", 1: "CPU"}
 
 
 class _Block(NamedTuple):
-    """What a move between levels does not repeat."""
+    """The fields of a block that a move between levels does not repeat."""
 
     parent: EngineHash | None
     tokens: tuple[int, ...]

@@ -42,8 +42,8 @@ from kvbm_connectors.trtllm.tracked import PromisedRequest, refusal_of_request
 log = logging.getLogger(__name__)
 
 TRACKED_MAX = 8_192
-"""Requests that are followed; engines run some thousands at a time. Who was cancelled in silence is
-among them until younger ones push it out."""
+"""Requests that are followed; engines run some thousands at a time. One that was
+cancelled in silence stays until younger ones push it out."""
 WAIT_MS_MIN = 10
 """The shortest wait that is worth a question."""
 NEWS_WAIT_S = 0.05

@@ -73,8 +73,8 @@ PROMISE = Machine(
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of a load is safe now: `slots[i]` holds its block i. `corrupt` is the index of the block
-    that was not what its checksums say; it and what is behind it are not kept."""
+    """The part of a load that is safe now: `slots[i]` holds its block i. `corrupt` is the index of
+    the block whose checksums differ; it and the blocks after it are not kept."""
 
     slots: tuple[int, ...]
     corrupt: int | None = None
@@ -161,7 +161,7 @@ class PromiseKeeper:
 
 
 def _copied(target: Places, source: Places, sums: bytes) -> bool:
-    """Copy one block; is every rank's part what its checksum says?"""
+    """Copy one block; return whether every rank's part is what its checksum says."""
     parts, rest = divmod(len(sums), SUM_BYTES)
     if not parts or rest or target.block_bytes % parts:
         return False

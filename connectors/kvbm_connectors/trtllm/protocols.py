@@ -74,7 +74,7 @@ class Mapping(Protocol):
 
 
 class ParallelConfig(Protocol):
-    """What TensorRT-LLM's `_ParallelConfig` has of this (llmapi/llm_args.py)."""
+    """The part of TensorRT-LLM's `_ParallelConfig` that we read (llmapi/llm_args.py)."""
 
     def to_mapping(self) -> Mapping: ...
 
@@ -112,7 +112,7 @@ class LlmArgs(Protocol):
 
 
 class Device(Protocol):
-    """What torch.device has of this."""
+    """The part of torch.device that we read."""
 
     @property
     def type(self) -> str: ...

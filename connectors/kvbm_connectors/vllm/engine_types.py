@@ -1,4 +1,4 @@
-"""What we read of vLLM's objects: the small part of its scheduler's types that we rely on."""
+"""Types of vLLM: the small part of its scheduler's objects that we read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler side asks of the scheduler half: lookups, loads, offers."""
+"""The scheduler half as the scheduler side sees it: lookups, loads, offers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity: what vLLM's configuration says about the bytes of a block, and about this engine."""
+"""Namespace: what vLLM's configuration says about the bytes of a block, and about this engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two halves tell each other in a step, and the bell that says that something came."""
+"""Plans: what the two halves tell each other in a step, and the bell that announces one."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """What a namespace says of the grid."""
+        """The grid's name in a namespace."""
         return f"{self.grid.ranges}x{self.grid.layers}x{self.grid.heads}"
 
     @property

@@ -21,7 +21,7 @@ PASSES_THROUGH = "passes_through: "
 
 @dataclass
 class KvbmStats(KVConnectorStats):  # type: ignore[misc]
-    """What has been counted since the last time."""
+    """The counts since the last collection."""
 
     def reset(self) -> None:
         self.data: dict[str, int] = {}

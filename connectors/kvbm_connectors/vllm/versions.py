@@ -1,4 +1,4 @@
-"""What versions of vLLM do differently: 0.29 to 0.33.
+"""Versions of vLLM, 0.29 to 0.33, and how they differ.
 
     0.29         loads cannot fail as a whole, so models with several KV groups, or with one that
                  is not full attention, pass through; a step hands out the block tables of requests

@@ -43,7 +43,7 @@ class ApiAway(KvbmError):
 
 
 class NotKvbm(KvbmError):
-    """What answers there is no metrics service."""
+    """Something else than a metrics service answers there."""
 
     code = "not_kvbm"
 

@@ -51,7 +51,7 @@ HISTORY_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be shown."""
+    """The selection of events to show."""
 
     host: str = "*"
     source: str = "*"

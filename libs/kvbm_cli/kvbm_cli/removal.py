@@ -1,4 +1,4 @@
-"""What a removal would remove: `--dry-run` shows it, and `--everything` asks before it is gone."""
+"""Preview of a removal: `--dry-run` shows it, and `--everything` asks before it starts."""
 
 from __future__ import annotations
 

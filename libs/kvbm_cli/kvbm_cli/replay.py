@@ -21,7 +21,7 @@ Chain = tuple[SequenceHash, ...]
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is replayed: chains of named blocks, in order."""
+    """The requests to replay: chains of named blocks, in order."""
 
     chains: tuple[Chain, ...]
     block_count: int

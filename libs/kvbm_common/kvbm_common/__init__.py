@@ -1,1 +1,1 @@
-"""What every part of KVBM shares: identity, slots, wire, bus, NIXL."""
+"""The part that all of KVBM shares: identity, slots, wire, bus, NIXL."""

@@ -19,7 +19,7 @@ class KvbmError(Exception):
 
     @property
     def text(self) -> str:
-        """What happened, without the code: for answers that have the code beside it."""
+        """The message without the code: for answers that have the code beside it."""
         return str(self)
 
 
@@ -83,7 +83,7 @@ class RequestFailed(KvbmError):
 
     @property
     def text(self) -> str:
-        """What the peer has said, without its code."""
+        """The peer's message, without its code."""
         return self.message
 
     @property

@@ -75,7 +75,7 @@ class IdentityError(KvbmError):
 
 
 class ExtraTag(IntEnum):
-    """What an extra is. The numbers are part of the hash: never change or reuse one."""
+    """The kind of an extra. The numbers are part of the hash: never change or reuse one."""
 
     LORA = 1
     SALT = 2

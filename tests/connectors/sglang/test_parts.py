@@ -58,24 +58,24 @@ def test_a_pool_without_its_part_leaves_nothing() -> None:
 
 
 def test_known_pages_are_those_of_the_present_arena(tmp_path: Path) -> None:
-    """1. Nothing is listed before there is a roster. 2. All must be in it. 3. Of another life, or
+    """1. Nothing is listed before there is a table. 2. All must be in it. 3. Of another life, or
     of one that does not answer, nothing is known."""
     arena = str(tmp_path / "arena")
     seven = welcome(7, arena_path=arena)
     known = Known()
     assert not known.covers([name(1)], seven, epoch=7)
-    roster = CommittedTable.create(arena, slot_count=4, epoch=7)
-    roster.add([name(1), name(2)])
+    table = CommittedTable.create(arena, slot_count=4, epoch=7)
+    table.add([name(1), name(2)])
     assert known.covers([name(1), name(2)], seven, epoch=7)
     assert not known.covers([name(1), name(3)], seven, epoch=7)
     assert known.which([name(3), name(1)], seven, epoch=7) == [False, True]
-    roster.remove([name(1)])
+    table.remove([name(1)])
     assert not known.covers([name(1)], seven, epoch=7)
     for later, epoch in ((None, 7), (seven, 0), (seven, 8), (welcome(8, arena_path=arena), 8)):
         assert not known.covers([name(2)], later, epoch=epoch)
         assert known.which([name(2)], later, epoch=epoch) == [False]
     known.close()
-    roster.close()
+    table.close()
 
 
 # --- events ---------------------------------------------------------------------------------

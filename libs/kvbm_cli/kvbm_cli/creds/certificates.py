@@ -1,7 +1,7 @@
 """Certificates for NATS and etcd, signed by an authority of KVBM's own.
 
-Who has a PKI uses its certificates instead: only the files' names matter. Keys are of the curve
-P-256. A run leaves certificates that are there; one that is deleted is made again.
+With a PKI of your own, use its certificates instead: only the files' names matter. Keys are of the
+curve P-256. A run leaves certificates that are there; one that is deleted is made again.
 """
 
 from __future__ import annotations

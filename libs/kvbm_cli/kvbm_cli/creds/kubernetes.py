@@ -52,7 +52,7 @@ PREFIX_CHARS = 39
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """What the Secrets are for: what the next run takes where nothing is given."""
+    """The release that the Secrets are for; a next run takes these values as its defaults."""
 
     nodes: tuple[str, ...] = ()
     prefix: str = "kvbm"

@@ -1,4 +1,4 @@
-"""What `kvbm nats-config` writes: a configuration of nats-server, and a file for each credential.
+"""Output of `kvbm nats-config`: nats-server's configuration, and a file for each credential.
 
     OUT/layout.json          hosts, tenants, …: what the next run takes where nothing is given
     OUT/server/              for nats-server: nats-server.conf, ca.pem, server.pem, server.key
@@ -56,7 +56,7 @@ configuration in which this number is smaller, and all that came with it."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files are for."""
+    """The fleet that the files are written for."""
 
     hosts: tuple[str, ...]
     tenants: tuple[str, ...] = ("kvbm",)

@@ -1,4 +1,4 @@
-"""What `kvbm nats-config` writes for zones: the leaf link, its keys, and what may cross it.
+"""Output of `kvbm nats-config` for zones: the leaf link, its keys, and what may cross it.
 
     OUT/zones/ZONE/          for the zone: a key for each tenant, and ca.pem where there is TLS
     OUT/server/leaf/         the same in the zone's own directory, from where `--leaf` said

@@ -50,7 +50,7 @@ ListTiers = Callable[[], Awaitable[Tiers]]
 
 @dataclass(slots=True)
 class Verdict:
-    """What the checks found."""
+    """The findings of the checks."""
 
     leases_left: int = 0
     staged_left: int = 0

@@ -56,7 +56,7 @@ CONNECT_DEADLINE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     requests: int = 1200
     engines: int = 2

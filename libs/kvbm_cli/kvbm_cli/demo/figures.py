@@ -1,4 +1,4 @@
-"""What the tiers count during a run: at its end, less what they had counted before it began.
+"""Figures of a run: what the tiers count at its end, less what they had counted before it.
 
 The tiers of an attached stack may have lived for weeks, and a verdict is of one run. What engines
 of others do meanwhile counts, too, in most figures: a tier knows only lookups apart.

@@ -30,7 +30,7 @@ UNEXPLAINED_MAX = 0.01
 
 
 class PathFigures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What went over one path. `gb_per_s` is bytes over `moved_seconds`, the wall time."""
+    """The traffic of one path. `gb_per_s` is bytes over `moved_seconds`, the wall time."""
 
     blocks: int
     bytes: int
@@ -40,7 +40,7 @@ class PathFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes to its file."""
+    """The report that `--json` writes to its file."""
 
     requests: int
     """Requests of the workload, without those that are repeated at the end to be compared."""
@@ -88,7 +88,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """What engines and tiers have counted from the first request until every block had moved."""
+    """The counts of engines and tiers from the first request until every block had moved."""
 
     seconds: float
     moved_seconds: float

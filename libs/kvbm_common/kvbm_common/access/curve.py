@@ -1,8 +1,8 @@
 """CURVE: keys of ZMQ sockets on TCP. A server takes clients that it knows; ipc needs none of it.
 
 The server's file has its secret key and the public keys of its clients, a client's file its own
-keys and the server's public one; `kvbm creds curve` makes a pair. Who may connect is read again for
-each connection.
+keys and the server's public one; `kvbm creds curve` makes a pair. The list of clients is read again
+for each connection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLIENT_FILE = "client.curve"
 
 
 class ServerKeys(msgspec.Struct, frozen=True):
-    """What is in a server's file. Keys are text as ZMQ writes it (Z85)."""
+    """The keys in a server's file. They are text as ZMQ writes it (Z85)."""
 
     public: str
     secret: str
@@ -33,7 +33,7 @@ class ServerKeys(msgspec.Struct, frozen=True):
 
 
 class ClientKeys(msgspec.Struct, frozen=True):
-    """What is in a client's file."""
+    """The keys in a client's file."""
 
     server: str
     public: str

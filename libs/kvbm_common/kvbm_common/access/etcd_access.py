@@ -17,7 +17,7 @@ from kvbm_common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdAccess:
-    """What a connection to etcd is made from."""
+    """The credentials and files for a connection to etcd."""
 
     tls: TlsFiles = NO_TLS
     user: str = ""

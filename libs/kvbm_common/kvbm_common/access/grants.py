@@ -38,7 +38,7 @@ PARTITIONED = (EVENTS.name, IMAGES.name, IMAGES_BUCKET)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grants:
-    """What one credential may publish and subscribe to."""
+    """The subjects that one credential may publish and subscribe to."""
 
     publish: tuple[str, ...] = ()
     publish_never: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Who may do what over HTTP: three roles by bearer token, and what needs none.
+"""Access over HTTP: three roles by bearer token, and the routes that need none.
 
     scrape    `/metrics`, and why a service is not ready
     read      also every question of the admin API

@@ -28,7 +28,7 @@ ACCEPTED = "nats:// or tls://, a host, and perhaps USER:PASSWORD@ before it, per
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsAccess:
-    """What a connection is made from."""
+    """The servers, credentials and files for a connection to NATS."""
 
     servers: tuple[str, ...]
     """URLs without user and password."""

@@ -28,7 +28,7 @@ class BadCredentials(KvbmError):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a client shows: a user and password, or the signature of a challenge."""
+    """A client's credentials: a user and password, or a key that signs a challenge."""
 
     user: str = ""
     password: str = field(default="", repr=False)
@@ -38,7 +38,7 @@ class Credentials:
     @property
     def public_key(self) -> str:
         """The public key of the seed."""
-        from kvbm_common.access import nkeys  # Who shows a password needs no library for it.
+        from kvbm_common.access import nkeys  # A password needs no library.
 
         return nkeys.public_of(self.seed)
 

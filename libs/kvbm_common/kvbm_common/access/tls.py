@@ -12,7 +12,7 @@ from kvbm_common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """What a client needs for TLS; without an authority those of the system are trusted."""
+    """The files of a TLS client; without an authority those of the system are trusted."""
 
     ca: Path | None = None
     certificate: Path | None = None

@@ -73,7 +73,7 @@ class Pinning:
 
     @property
     def pinned_bytes(self) -> int:
-        """What is pinned by now."""
+        """The bytes that are pinned by now."""
         starts = np.flatnonzero(self._pinned) * self.slice_bytes
         return int(np.minimum(self.bytes - starts, self.slice_bytes).sum())
 

@@ -1,7 +1,7 @@
-"""The end of a stream: an event behind what was put into it, asked for, waited for or watched.
+"""The end of a stream: an event after the work that was put into it; polled, awaited or watched.
 
-What is in a stream cannot be taken back. Who gives up waiting for it may not use its memory again
-before its end, which may come much later: an engine's stream stands still while other ranks do.
+Work in a stream cannot be taken back. A caller that gives up waiting may not use its memory again
+before the end, which may come much later: an engine's stream stands still while other ranks do.
 """
 
 from __future__ import annotations

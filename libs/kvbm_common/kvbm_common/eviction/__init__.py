@@ -36,7 +36,7 @@ class UnknownPolicy(KvbmError):
 
 
 class EvictionPolicy(Protocol):
-    """What a tier tells its policy, and the one question that it asks.
+    """The calls by which a tier informs its policy, and the one by which it asks for a victim.
 
     Every block is `admit`ted (or filled in) once and `forget`ten once; in between `hold` and `free`
     alternate, beginning with `free` being the state after `admit`, and it may be `touch`ed at any

@@ -7,10 +7,9 @@ use of a sampled block is a hit or a miss here, and a hit or a miss there: a pai
 LRU is also followed while next to nothing is lost: when hardly a block is missed that was asked for
 before, no policy can do much better, and a cleverer one only worse.
 
-`behind` is how many hits the ghost is ahead. Beyond a limit the policy follows LRU for a while: for
+`ghost_lead` is the ghost's hits less ours. Beyond a limit the policy follows LRU for a while: for
 twice as long each time that it was beaten again soon, and much longer if on balance it has lost.
-Hits that the policy is ahead count only up to a bound, so that a good past does not buy a bad
-future.
+The policy's own lead counts only up to a bound, so that a good past does not buy a bad future.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ GHOSTS_MAX = 8192
 SAMPLE_BITS = 16
 DECIDE_EVERY = 8
 LIMIT_SHARE = 0.002
-"""How far behind LRU is too far, as a part of the uses in the window."""
+"""The lead of the ghost that is too large, as a part of the uses in the window."""
 LIMIT_MIN = 24.0
 REST_SHARE = 1.0
 """The rest, as a part of the window, after a defeat that has lost more than was ever won."""
 CREDIT_SHARE = 0.004
 WINDOW_PER_SLOT = 32
 LOST_USES = 2048
-"""How many uses the share of lost blocks is a (fading) mean of."""
+"""Uses over which the share of lost blocks is a (fading) mean."""
 LOST_LITTLE = 0.005
 LOST_MUCH = 0.01
 """"Next to nothing" begins below the one and ends above the other."""
 
 
 class Duel:
-    """Follow LRU, or not."""
+    """The comparison with LRU, and the decision whether to follow it."""
 
     def __init__(self, slot_count: int) -> None:
         assert slot_count >= 0, f"a duel of {slot_count} slots"
@@ -52,7 +51,7 @@ class Duel:
         self._fresh: set[SequenceHash] = set()
         self._window = WINDOW_PER_SLOT * max(1, self._ghosts_max)
         self._seen = 0
-        self.behind = 0.0
+        self.ghost_lead = 0.0
         self.follows_lru = True
         self._beaten = False
         self._lost = 0.0
@@ -82,12 +81,12 @@ class Duel:
         assert again or not hit, f"{name.hex()} was here, and never asked for"
         if name in self._ghosts:
             if not hit:
-                self.behind += 1.0
+                self.ghost_lead += 1.0
                 self._balance -= 1.0
         else:
             self._fresh.add(name)
             if hit:
-                self.behind -= 1.0
+                self.ghost_lead -= 1.0
                 self._balance += 1.0
         self._lost += ((again and not hit) - self._lost) / LOST_USES
         self._seen += 1
@@ -116,12 +115,12 @@ class Duel:
         assert self._since <= self._seen, f"the last defeat is at {self._since} of {self._seen}"
         seen = min(self._seen, self._window)
         self._balance *= 1 - DECIDE_EVERY / self._window
-        self.behind = max(self.behind, -LIMIT_MIN - CREDIT_SHARE * seen)
+        self.ghost_lead = max(self.ghost_lead, -LIMIT_MIN - CREDIT_SHARE * seen)
         self._little = self._lost < (LOST_MUCH if self._little else LOST_LITTLE)
         if self._beaten:
             if self._seen >= self._until:
-                self._beaten, self.behind, self._since = False, 0.0, self._seen
-        elif self.behind > LIMIT_MIN + LIMIT_SHARE * seen:
+                self._beaten, self.ghost_lead, self._since = False, 0.0, self._seen
+        elif self.ghost_lead > LIMIT_MIN + LIMIT_SHARE * seen:
             soon = self._seen - self._since < 4 * self._patience
             self._patience = 2 * self._patience if soon else 2 * self._ghosts_max
             rest = self._patience

@@ -1,4 +1,4 @@
-"""What the prefix policy knows of each block that is here.
+"""Nodes: the prefix policy's record of each block that is in the tier.
 
 Of the blocks of a former life it knows columns, and makes a node of one when it is asked for: a
 million nodes would take longer than all the rest of a restart.
@@ -31,7 +31,7 @@ DEPTH_KIND = _kinds(DEPTH_ENDS)
 
 
 class Node:
-    """What is known of a block that is here."""
+    """The record of a block that is in the tier."""
 
     __slots__ = ("children", "count", "depth", "kind", "parent", "place", "sampled", "turn", "used")
 

@@ -71,7 +71,7 @@ WIDTHS = [float(end - start) for start, end in pairwise(EDGES)]
 
 
 class ReuseCurves:
-    """What was learned, and the worth that follows from it."""
+    """The learned curves, and the worth that follows from them."""
 
     def __init__(self, kinds: int, slot_count: int) -> None:
         assert kinds > 0, f"blocks of {kinds} kinds"

@@ -1,12 +1,12 @@
-"""The roster: the names of the blocks in an arena, where every engine of the host can look them up.
+"""Committed table: the blocks in an arena, by hash, for every engine of the host to look up.
 
     row 0     MAGIC, epoch, 0 …
     row 1 …   eight tags of committed blocks, 0 for an empty place (64 bytes: a cache line)
 
-The first half of a block's name chooses its row, the second half is its tag. The host tier alone
-writes; readers take no lock. It is a hint: a reader may meet a block that has just gone, or miss
-one whose row was full when it came. (And one whose tag is 0, one in 2^64, seems to be there
-wherever there is room.) Whether a block can be had, a lookup tells.
+The first half of a block's hash chooses its row, the second half is its tag. The host tier alone
+writes; readers take no lock. The table is a hint: it may list a block that has just gone, or lack
+one whose row was full when it came. (A block whose tag is 0, one in 2^64, seems to be listed
+wherever there is room.) Only a lookup tells whether a block can be loaded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvbm_common.memory.arena import Arena, ArenaUnavailable
 
 MAGIC = int.from_bytes(b"kvbmrst1", "little")
 SUFFIX = "-roster"
-"""A roster lies beside its arena, under the arena's name and this."""
+"""The suffix of the table's file, which lies beside its arena, under the arena's name."""
 ROW_TAGS = 8
 ROW_BYTES = 8 * ROW_TAGS
 ROW_TAGS_MEAN = 2
-"""At most, with every slot taken: then one block in some thousands finds its row full."""
+"""Tags in a row with every slot taken; one block in some thousands then finds its row full."""
 _halves = struct.Struct("=QQ").unpack
 
 
 class CommittedTable:
-    """The writing side; the owner of the arena owns its roster."""
+    """The writing side. The owner of an arena owns its table."""
 
     def __init__(self, file: Arena, epoch: int) -> None:
         """Take over `file`. Use `create` instead."""
@@ -56,7 +56,7 @@ class CommittedTable:
         return cls(file, epoch)
 
     def add(self, names: Iterable[SequenceHash]) -> int:
-        """Add blocks that are there; return how many of them no row had room for."""
+        """List blocks; return how many of them no row had room for."""
         words, unlisted = self._words, 0
         for name in names:
             row, tag = self._place(name)
@@ -79,11 +79,11 @@ class CommittedTable:
                 words[row + tags.index(tag)] = 0
 
     def clear(self) -> None:
-        """Empty every row of the roster."""
+        """Empty every row of the table."""
         self._words[ROW_TAGS:] = memoryview(bytes(self._file.bytes - ROW_BYTES)).cast("Q")
 
     def close(self) -> None:
-        """Unlink it; readers keep what they have mapped."""
+        """Unlink the file; readers keep what they have mapped."""
         self._words.release()
         self._file.close()
 
@@ -114,11 +114,11 @@ class CommittedTableReader:
         count = len(self._file) // ROW_BYTES - 1
         if count < 1 or count & (count - 1) or _halves(self._file[:16]) != (MAGIC, epoch):
             self._file.close()
-            raise ArenaUnavailable(f"{path} is no roster of epoch {epoch}")
+            raise ArenaUnavailable(f"{path} is no committed table of epoch {epoch}")
         self._mask = count - 1
 
     def has_all(self, names: Sequence[SequenceHash]) -> bool:
-        """Return whether all of these blocks are there, as far as the table knows."""
+        """Return whether all of these blocks are listed."""
         find, mask = self._file.find, self._mask
         chosen = struct.unpack(f"={2 * len(names)}Q", b"".join(names))[::2]
         for name, number in zip(names, chosen, strict=True):
@@ -128,5 +128,5 @@ class CommittedTableReader:
         return True
 
     def close(self) -> None:
-        """Unmap it. Nothing may be asked any more."""
+        """Unmap the file. No question may follow."""
         self._file.close()

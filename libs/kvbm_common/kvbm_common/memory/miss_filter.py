@@ -48,12 +48,12 @@ _state = struct.Struct("<Q").unpack_from
 
 
 class FilterState(IntEnum):
-    """What a filter says of names that are not in it."""
+    """The meaning of a hash that the filter does not list."""
 
     PARTIAL = 0
     """Nothing: there is something that it does not list."""
     COMPLETE = 1
-    """No lookup finds them."""
+    """No lookup finds it."""
     ENDED = 2
     """Nothing, and never again."""
 

@@ -1,4 +1,4 @@
-"""What is gathered for packed messages: the events of several sources, cut into messages."""
+"""Event packer: the events of several sources, gathered and cut into packed messages."""
 
 from __future__ import annotations
 

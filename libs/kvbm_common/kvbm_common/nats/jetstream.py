@@ -48,7 +48,7 @@ class StreamMissing(KvbmError):
 
 
 class Link(Protocol):
-    """What JetStream needs of a connection. `Bus` is one."""
+    """The part of a connection that JetStream needs. `Bus` is one."""
 
     @property
     def connected(self) -> bool:
@@ -60,7 +60,7 @@ class Link(Protocol):
 
     @property
     def limits(self) -> StreamLimits:
-        """What an operator has said of the streams."""
+        """The limits that an operator has set for the streams."""
 
     @property
     def packs_events(self) -> Callable[[], bool]:

@@ -1,4 +1,4 @@
-"""What a reader of a guarded stream takes: messages that a client has published to it.
+"""Marked messages: a guarded stream's readers take only those that a client published to it.
 
 In a fleet with zones also what comes from a zone's stream of the same name. nats-server takes the
 mark away there, and writes another header, which it refuses from clients (from 2.15 on).

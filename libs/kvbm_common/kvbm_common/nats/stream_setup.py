@@ -1,4 +1,4 @@
-"""What the role `admin` does on the bus: every stream is there, and protects what it must.
+"""Stream setup by the role `admin`: creates each stream, and sets how it is protected.
 
 A stream that is there keeps its limits, but for those that a setting names; what its messages and
 readers may do is set again.

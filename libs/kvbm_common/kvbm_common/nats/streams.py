@@ -36,7 +36,7 @@ IMAGES_BUCKET = "KVBM_INDEX"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec:
-    """What a stream keeps. The oldest messages go first when a limit is reached."""
+    """The limits and rules of a stream. The oldest messages go first when a limit is reached."""
 
     name: str
     subjects: tuple[str, ...]
@@ -236,8 +236,8 @@ STORE_ROOM = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """What an operator has said of the streams; 0: nothing, so a stream that is there stays as it
-    is, and a new one has the limits of its `StreamSpec`."""
+    """The limits that an operator has set. With 0, a stream that is there stays as it is, and a
+    new one has the limits of its `StreamSpec`."""
 
     replicas: int = 0
     partitions: int = 0

@@ -1,4 +1,4 @@
-"""What the mover's thread sleeps on: a job, or the kernel's word that I/O has ended.
+"""Doorbell: the mover's thread sleeps on it until there is a job, or an I/O has ended.
 
 NIXL's POSIX back end has one io_uring for an agent. NIXL asks to be polled; but the file
 descriptor of a ring is readable while it has completions, io_uring_setup(2), and so a thread may

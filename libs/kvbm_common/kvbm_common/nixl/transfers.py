@@ -1,4 +1,4 @@
-"""What a transfer is, how it ends, and how it fails. Free of NIXL: cheap to import."""
+"""Transfers: how one is described, ends and fails. Free of NIXL: cheap to import."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Transferred:
 
 @dataclass(frozen=True, slots=True)
 class MoverStatistics:
-    """What a mover has under way, and its counters since the start."""
+    """The transfers that a mover has under way, and its counters since the start."""
 
     waiting: int
     in_flight: int

@@ -75,7 +75,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What lay under a key or a prefix when the store was at a revision."""
+    """The entries under a key or a prefix when the store was at a revision."""
 
     entries: tuple[Entry, ...]
     revision: int

@@ -1,4 +1,4 @@
-"""Who is alive, as a reader of leased entries knows it: entries and times in, events out.
+"""Presence: which members are alive. Leased entries and times go in, events come out.
 
 The table is drawn in `docs/state_machines.md`. Soon after contact an entry may be gone because it
 could not be renewed; its owner gets time to.
@@ -28,12 +28,12 @@ class PresenceState(Enum):
 PRESENCE = Machine(
     "registered service",
     {
-        (None, "entered"): PresenceState.PRESENT,
-        (PresenceState.PRESENT, "entered"): PresenceState.PRESENT,
+        (None, "joined"): PresenceState.PRESENT,
+        (PresenceState.PRESENT, "joined"): PresenceState.PRESENT,
         (PresenceState.PRESENT, "gone soon after contact"): PresenceState.MISSING,
         (PresenceState.PRESENT, "deleted"): None,
         (PresenceState.PRESENT, "expired"): None,
-        (PresenceState.MISSING, "entered"): PresenceState.PRESENT,
+        (PresenceState.MISSING, "joined"): PresenceState.PRESENT,
         (PresenceState.MISSING, "gone soon after contact"): PresenceState.MISSING,
         (PresenceState.MISSING, "deleted"): None,
         (PresenceState.MISSING, "expired"): None,
@@ -92,9 +92,9 @@ class Presence:
             return []
         entry = self._entries.get(key)
         if entry is None:
-            self._entries[key] = Entry(record, PRESENCE.next(None, "entered", key))
+            self._entries[key] = Entry(record, PRESENCE.next(None, "joined", key))
             return [Joined(record)]
-        self._move(key, "entered")
+        self._move(key, "joined")
         before, entry.record = entry.record, record
         return [] if before == record else [Changed(before, record)]
 

@@ -1,4 +1,4 @@
-"""What every registry is made of: its interface, and how an entry is held by heartbeats."""
+"""Registries: their interface, and how an entry is held by heartbeats."""
 
 from __future__ import annotations
 

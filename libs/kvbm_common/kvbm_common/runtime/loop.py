@@ -34,7 +34,7 @@ BURST_MS = 2
 """How long others may wait for their turn, beside the step that is being taken."""
 TURNS = 2
 """Turns of the event loop that an async effect gets before the next step: in the first it asks, in
-the second the NATS client sends. What waits outside for it, waits for no other steps."""
+the second the NATS client sends. So its request leaves before the next step runs."""
 QUIET_TICK_MS = 1_000
 """The pause between ticks of a quiet core, at most a tenth more. Late by it are ends of leases and
 of silence, and what a tick itself tells."""

@@ -1,4 +1,4 @@
-"""What a service process takes of its machine, and the memory that its settings allow it.
+"""Footprint: the memory of a service process, and the most that its settings allow it.
 
 Each service declares its bound, the sum of the parts that it keeps. The bound is in its log, in the
 verb `stats` (`kvbm status`) and a gauge beside the process's own memory.

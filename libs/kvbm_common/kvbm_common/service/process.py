@@ -69,7 +69,7 @@ class NotReady(KvbmError):
 
 @dataclass(slots=True, kw_only=True)
 class ServiceContext:
-    """What a service gets from its process."""
+    """The things that a process gives to its service."""
 
     settings: Settings
     kind: str

@@ -44,7 +44,7 @@ class _Change(_Message, frozen=True, kw_only=True):
 
 
 class BlockRequest(_Message, frozen=True, kw_only=True):
-    """What do you know of this block?"""
+    """The request for all that a service knows of a block."""
 
     hash: Hex128
 
@@ -139,7 +139,7 @@ class UnpinReply(_Message, frozen=True, kw_only=True):
 
 
 class PinsRequest(_Message, frozen=True, kw_only=True):
-    """Which pins are there?"""
+    """The request for the list of pins."""
 
 
 class PinEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ class DrainRequest(_Change, frozen=True, kw_only=True):
 
 
 class DrainReply(_Message, frozen=True, kw_only=True):
-    """What holds from now on, and what held before."""
+    """The state from now on, and the one before."""
 
     draining: bool
     was: bool
@@ -213,7 +213,7 @@ class PolicyRequest(_Change, frozen=True, kw_only=True):
 
 
 class PolicyReply(_Message, frozen=True, kw_only=True):
-    """What holds from now on, and what held before."""
+    """The policy from now on, and the one before."""
 
     policy: str
     was: str
@@ -230,7 +230,7 @@ class FilterRequest(_Change, frozen=True, kw_only=True):
 
 
 class FilterReply(_Message, frozen=True, kw_only=True):
-    """What holds from now on; `entries`: blocks that are counted."""
+    """The filter's settings from now on; `entries`: blocks that are counted."""
 
     enabled: bool
     pass_count: Natural

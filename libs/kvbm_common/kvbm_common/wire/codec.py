@@ -16,8 +16,8 @@ MESSAGE_BYTES_MAX = 8 * 1024 * 1024
 """No message is larger: it is what nats-server accepts at most without a warning."""
 
 SOCKET_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
-"""What a ZMQ socket takes. Who sends a little too much is refused and counted as `oversized`; who
-sends more than this loses the connection, for ZMQ drops it without a word."""
+"""The largest message that a ZMQ socket takes. One a little above the bounds is refused and counted
+as `oversized`; above this, ZMQ drops the connection without a word."""
 
 _FIELD = re.compile(r"missing required field `(\w+)`|`\$\.(\w+)|^(namespace\.\w+)")
 """Where msgspec and Namespace say which field is at fault."""

@@ -108,7 +108,7 @@ EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared | OtherEvent
 
 
 class EngineBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an engine published in one step."""
+    """The events that an engine published in one step."""
 
     ts: float
     """Wall clock of the engine, seconds."""

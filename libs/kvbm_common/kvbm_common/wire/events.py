@@ -50,7 +50,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Envelope(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """What every event carries."""
+    """The fields that every event carries."""
 
     v: Literal[1] = VERSION  # type: ignore[assignment]
     host: Token
@@ -95,7 +95,7 @@ Event = Stored | Removed | Cleared
 
 
 class EventHead(TypedDict):
-    """What an event begins with: the fields that its source fills in the same way in all kinds."""
+    """The head of an event: fields that its source fills in the same way in all kinds."""
 
     host: str
     source: str

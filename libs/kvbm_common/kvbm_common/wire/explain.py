@@ -72,7 +72,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExplainRequest(_Message, frozen=True, kw_only=True):
-    """Why did this request of an engine miss?"""
+    """The question why a request of an engine missed."""
 
     request: str
 
@@ -107,7 +107,7 @@ class ExplainListReply(_Message, frozen=True, kw_only=True):
 
 
 class FatesRequest(_Message, frozen=True, kw_only=True):
-    """What has become of these blocks in this tier?"""
+    """The question what became of these blocks in this tier."""
 
     hashes: Annotated[list[str], Meta(max_length=FATES_MAX)]
 

@@ -163,7 +163,7 @@ class Bye(_Message, frozen=True, kw_only=True):
 
 
 class Lookup(_Message, frozen=True, kw_only=True):
-    """Which run of these blocks, from the first on, can be onboarded?
+    """The question how many of these blocks, from the first on, can be onboarded.
 
     The asker's lease ends `lease_ms` after it *sent* this, on its own clock. The answer comes once,
     within `deadline_ms`, with what was usable by then.
@@ -303,7 +303,7 @@ class Pulled(_Message, frozen=True, kw_only=True):
 
 
 class Confirm(_Message, frozen=True, kw_only=True):
-    """Was the offer's hold on the device blocks unbroken until `Pulled` arrived?"""
+    """The answer to `Pulled`: whether the offer's device blocks were held until it arrived."""
 
     engine: Token
     incarnation: Incarnation
@@ -378,7 +378,7 @@ class OfferedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offered(_Message, frozen=True, kw_only=True):
-    """What `verbs.Offer` says, from the connector to the consolidator."""
+    """An offer on its way from the connector to the consolidator, which sends `verbs.Offer`."""
 
     engine: Token
     incarnation: Incarnation

@@ -1,4 +1,4 @@
-"""What a process has counted, as the verb `metrics` answers it."""
+"""Metrics: the counters of a process, as the verb `metrics` answers them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 class MetricsSnapshot(msgspec.Struct, frozen=True):
-    """What a process has counted since it started."""
+    """The counters of a process since it started."""
 
     kind: str
     host: str

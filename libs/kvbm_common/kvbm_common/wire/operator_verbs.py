@@ -131,7 +131,7 @@ _REMOVED = (
     Given("hashes", "Names of blocks, 32 hex digits, prefix first.",
           Annotated[list[_Name], Meta(max_length=MATCH_BLOCKS_MAX)], None, argument="hashes"),
     TIER,
-    Given("prefix", "This block and all behind it.", _Name, None),
+    Given("prefix", "This block and its descendants.", _Name, None),
     Given("namespace", "Everything of this namespace: its digest, 64 hex digits.", HexDigest, None),
     Given("everything", "Everything.", default=False),
     HOST, INSTANCE,

@@ -71,7 +71,7 @@ class PackedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class _Part(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True, gc=False
 ):
-    """What every part has: the fields in which its events are alike."""
+    """The fields in which the events of a part are alike."""
 
     tier: Tier
     ts_ms: Natural
@@ -114,7 +114,7 @@ _alike = attrgetter("__class__", "tier", "ts_ms", "rank", "group", "namespace")
 
 
 class SubjectNames(NamedTuple):
-    """What a subject of the stream says."""
+    """The names in a subject of the stream."""
 
     prefix: str
     host: str

@@ -1,4 +1,4 @@
-"""What the partitions of an index have on the wire: a place for verbs, a field in answers."""
+"""Partitions of an index on the wire: where their verbs are served, a field in answers."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class MatchBatchReply(_OfPartitions, frozen=True, kw_only=True):
 
 
 class ScoreRequest(MatchRequest, frozen=True, kw_only=True):
-    """What is a prompt worth where? A block counts with the weight of the best tier that has it."""
+    """The question how much of a prompt each holder has, in weights of the best tiers."""
 
     weights: dict[Tier, Weight] = msgspec.field(default_factory=dict)
     """A tier that is not named counts as in DEFAULT_WEIGHTS."""
@@ -60,7 +60,7 @@ class ScoreReply(_OfPartitions, frozen=True, kw_only=True):
 
 
 class WhereRequest(_Message, frozen=True, kw_only=True):
-    """Who has each of these blocks, whatever is before them?"""
+    """The question which holders have each of these blocks, whatever is before them."""
 
     hashes: Annotated[list[str], Meta(max_length=WHERE_BLOCKS_MAX)]
 

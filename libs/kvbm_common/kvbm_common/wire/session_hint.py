@@ -1,4 +1,4 @@
-"""What an agent has said about the KV of its session, from a connector to its host tier."""
+"""Session hints: what an agent plans for its session's KV, sent by connectors to host tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Action = Literal["pin", "demote", "prefetch"]
 
 
 class SessionHint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="sessionhint"):
-    """What becomes of a session's blocks: a hint, without an answer.
+    """A hint on the future of a session's blocks. It has no answer.
 
     `pin`: keep them until `ttl_ms` have passed. `demote`: let them leave first, and have the disk
     tier write those that it lacks. `prefetch`: bring them to host memory.

@@ -20,7 +20,7 @@ class SizeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant has in a tier."""
+    """The blocks and bytes of one tenant in a tier."""
 
     name: str
     """The value of KVBM_TENANT; its tag in hex if it is not known; empty: engines without one."""

@@ -91,7 +91,7 @@ class Hits(_Message, frozen=True, kw_only=True):
 
 
 class ArenaRequest(_Message, frozen=True, kw_only=True):
-    """Where is the arena, and how is it cut?"""
+    """The question where the arena is, and how it is cut."""
 
     any_size: bool = False
     """The asker knows slots of several sizes. One that does not is refused: `one_size`."""
@@ -287,7 +287,7 @@ class DumpReply(_OfPartitions, frozen=True, kw_only=True):
 
 
 class SnapshotRequest(_Message, frozen=True, kw_only=True):
-    """What does this source hold right now? (`source` matters to a consolidator only.)"""
+    """The question what a source holds now. Only a consolidator reads `source`."""
 
     source: Token
     consolidated: bool = False

@@ -1,4 +1,4 @@
-"""What the disk tier's core wants done: its effects. Inputs are in `messages`."""
+"""Effects: what the disk tier's core wants done. Inputs are in `messages`."""
 
 from __future__ import annotations
 

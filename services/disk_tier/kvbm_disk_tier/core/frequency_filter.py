@@ -5,8 +5,8 @@ seen again its count doubles; a count loses 1 with every decay step, and at 0 th
 block passes at a count of 2 or more. Operators may change the numbers while it runs.
 
 Four things differ. A step is four hours, not ten minutes: agents pause for longer than that. The
-steps of a count begin with its last sight. Counts have a bound. Of more than `entries_max` blocks
-those are forgotten that were not seen for longest.
+steps of a count begin with its last sight. Counts have a bound. Beyond `entries_max` blocks, those
+not seen for longest are forgotten.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ENTRIES_MIN = 16_384
 SLOTS_TIMES = 8
 """Sights of so many times the store's blocks are kept, between these two numbers."""
 COUNT_MAX = 4
-"""A sight more than a pass needs. A block that is here is not counted: more would only say how
-often its writes have failed."""
+"""One doubling above what is needed to pass. Stored blocks are not counted, so a higher count would
+only measure failed writes."""
 PASS_COUNT_MAX = (1 << 20) - 1
 
 

@@ -34,7 +34,7 @@ STALLED_MS = 2 * SLOW_MS
 
 
 class HealthState(Enum):
-    """What may go to the disk."""
+    """The operations that may go to the disk."""
 
     WORKING = "working"
     READ_ONLY = "read only"
@@ -66,7 +66,7 @@ READABLE = (HealthState.WORKING, HealthState.READ_ONLY, HealthState.READ_ONLY_PR
 
 
 class Cause(Enum):
-    """What has failed; the value says it to an operator."""
+    """The cause of a trouble; its value is the text for an operator."""
 
     READ = "blocks cannot be read"
     WRITE = "blocks cannot be written"

@@ -18,7 +18,7 @@ from kvbm_disk_tier.core.store import Store
 
 
 class ArenaState(Enum):
-    """What is known of one host tier's arena."""
+    """The state of one host tier's arena, as far as it is known."""
 
     UNKNOWN = "unknown"
     ASKED = "asked"

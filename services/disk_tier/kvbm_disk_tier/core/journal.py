@@ -61,7 +61,7 @@ _RECORD = np.dtype(
 
 
 class Operation(IntEnum):
-    """What a record says about its place."""
+    """The change that a record makes at its place."""
 
     COMMITTED = 1
     REMOVED = 2
@@ -78,7 +78,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a journal says: the live block of each place, and where to go on."""
+    """The result of reading a journal: the live block of each place, and where to go on."""
 
     blocks: Mapping[int, Block]
     """By place, in the order in which they were committed."""

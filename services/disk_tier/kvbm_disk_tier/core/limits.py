@@ -86,7 +86,7 @@ class DiskTierLimits:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a part is given beside the other parts that it needs."""
+    """The limits, counters and way out that each part is given beside other parts."""
 
     limits: DiskTierLimits
     counts: Counter[str]

@@ -1,4 +1,4 @@
-"""What the disk tier's core takes in: its inputs. What it wants done is in `effects`."""
+"""Messages: the inputs of the disk tier's core. What it wants done is in `effects`."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class JournalRewritten:
 
 @dataclass(frozen=True, slots=True)
 class Synchronised:
-    """What was written has been synchronised, or, with a `failure`, has not; see `disk_sync`."""
+    """The end of a synchronisation; with a `failure` it has failed. See `disk_sync`."""
 
     failure: str = ""
 

@@ -41,7 +41,7 @@ NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
 
 
 class ReadState(Enum):
-    """What a read waits for: the disk, or the checksums of the bytes that have come."""
+    """The step that a read waits for: the disk, or the checksums of the bytes that came."""
 
     READING = "reading"
     SUMMING = "summing"

@@ -20,7 +20,7 @@ from kvbm_disk_tier.core.write_queue import Told
 
 
 class Phase(Enum):
-    """What a write waits for."""
+    """The step that a write waits for."""
 
     LEASING = "leasing"
     LEASED = "leased"

@@ -20,7 +20,7 @@ from kvbm_common.tier.tenants import TENANTS_MAX, Tenant, Tenants
 
 
 class Told(NamedTuple):
-    """What was told of a block that waits: one object for all that came together."""
+    """The owner, size and namespace of waiting blocks: one object for all that came together."""
 
     instance: str
     """The host tier that had it."""

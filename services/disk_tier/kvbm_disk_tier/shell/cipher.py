@@ -1,4 +1,4 @@
-"""Sealing: blocks at rest under AES-256-GCM, with a key per namespace.
+"""Cipher: blocks at rest under AES-256-GCM, with a key per namespace.
 
 A sealed slot is 4 KiB longer than the block's own:
 

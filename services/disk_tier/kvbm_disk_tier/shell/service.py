@@ -87,7 +87,7 @@ def keys_of(settings: Settings) -> Keys | None:
         raise KvbmError("KVBM_DISK_KEYS and KVBM_DISK_KEYS_FILE are both set: one is enough")
     if not settings.disk_keys and settings.disk_keys_file is None:
         return None
-    from kvbm_disk_tier.shell.cipher import Keys  # Who does not seal needs no library for it.
+    from kvbm_disk_tier.shell.cipher import Keys  # Needs a library that plain blocks do not.
 
     if settings.disk_keys_file is not None:
         return Keys.read(settings.disk_keys_file, "KVBM_DISK_KEYS_FILE")

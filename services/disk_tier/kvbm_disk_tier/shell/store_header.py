@@ -28,7 +28,7 @@ SHORTER_SLABS_MAX = 16
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What is in `header`."""
+    """The content of the file `header`."""
 
     format: int
     slot_bytes: Annotated[int, msgspec.Meta(ge=1)]

@@ -21,7 +21,7 @@ AWAY_MAX = 1_048_576
 
 
 class Life:
-    """What an instance has said since it began, was cleared, or has sent a snapshot."""
+    """A period of an instance: since it began, was cleared, or sent a snapshot."""
 
     __slots__ = ("block_count", "instance", "is_away", "is_over")
 
@@ -36,7 +36,7 @@ class Life:
 
 
 class Holding(NamedTuple):
-    """Who has a block, how large and whose it is: one object for all blocks that are alike."""
+    """An instance's hold of blocks of one size and namespace: one object for all of them."""
 
     life: Life
     block_bytes: int

@@ -1,4 +1,4 @@
-"""What the core has its shell do with the miss filter, and what it hears of it."""
+"""Messages about the miss filter: the core's effects, and the inputs that report on them."""
 
 from __future__ import annotations
 

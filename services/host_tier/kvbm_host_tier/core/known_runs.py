@@ -28,7 +28,7 @@ BLOCK_BYTES = HASH_BYTES + 96
 
 @dataclass(slots=True)
 class Columns:
-    """What an answer says of leading blocks of a run, and what it counts."""
+    """The columns of an answer for leading blocks of a run, and what it counts."""
 
     places: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)

@@ -73,7 +73,7 @@ class HostTierLimits:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a part is given beside the other parts that it needs."""
+    """The limits, counters and way out that each part is given beside other parts."""
 
     limits: HostTierLimits
     counts: Counter[str]

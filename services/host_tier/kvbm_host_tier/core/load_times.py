@@ -43,7 +43,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the next load of a medium will take."""
+    """The expected time of the next load from a medium."""
 
     estimate: Estimate
     queued: int

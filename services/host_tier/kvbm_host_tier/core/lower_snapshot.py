@@ -1,4 +1,4 @@
-"""What a lower tier holds, by its snapshot: names back to back, a fifth of their JSON's memory."""
+"""Snapshot of a lower tier: hashes back to back take a fifth of the memory of their JSON."""
 
 from __future__ import annotations
 

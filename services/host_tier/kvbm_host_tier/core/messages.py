@@ -1,4 +1,4 @@
-"""What the host tier's core takes in (`Input`) and what it wants done (`Effect`)."""
+"""Messages of the host tier's core: its inputs (`Input`) and its effects (`Effect`)."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class LowerEventsLost:
 
 @dataclass(frozen=True, slots=True)
 class DiskSnapshot:
-    """What a disk tier holds; None: it did not say."""
+    """The blocks that a disk tier holds; None: it did not answer."""
 
     instance: str
     snapshot: LowerSnapshot | None
@@ -224,7 +224,7 @@ class AdminAsked:
 
 @dataclass(frozen=True, slots=True)
 class FatesTold:
-    """What a lower tier knows of blocks that are missed; None: it has not answered."""
+    """A lower tier's answer about missed blocks; None: it has not answered."""
 
     question: int
     instance: str

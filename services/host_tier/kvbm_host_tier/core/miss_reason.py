@@ -28,7 +28,7 @@ OF_THE_RUN = (
     "other_namespace", "removed", "too_long",
 )  # fmt: skip
 """Reasons why a run ends that are told as they are."""
-REASON_OF_FATE = {
+REASON_OF_DEPARTURE = {
     "evicted": "evicted",
     "guest": "evicted",
     "expired": "evicted",
@@ -45,7 +45,7 @@ REASON_OF_FATE = {
     "offload": "offload_failed",
 }
 """Why a block has left a tier → why it is missed."""
-POLICY_OF_FATE = {"guest": "guests first", "expired": "ttl", "surplus": "block limit"}
+POLICY_OF_DEPARTURE = {"guest": "guests first", "expired": "ttl", "surplus": "block limit"}
 """What chose an evicted block, where it was no eviction policy."""
 LAST_WORD = ("removed", "corrupt", "lost", "evicted")
 """Reasons of a lower tier that had the block itself: what host memory did before is no matter."""
@@ -156,7 +156,7 @@ class MissReasons:
         else:
             late = self._came_later(looked, names)
             missed = [
-                (self._of_fate(name) if index < late else self._of_block(name, at_ms))
+                (self._of_departure(name) if index < late else self._of_block(name, at_ms))
                 or self._of_stranger(name, former=former)
                 for index, (name, former) in enumerate(zip(names, was_here, strict=True))
             ]
@@ -200,7 +200,7 @@ class MissReasons:
     def _of_stranger(self, name: SequenceHash, *, former: bool, blocks: int = 1) -> Missed:
         """Return the miss of a block without a story: it was here once, or never was."""
         if former:
-            forgotten = [fates.forgotten_ms or 0 for fates in self._all_fates()]
+            forgotten = [departures.forgotten_ms or 0 for departures in self._all_departures()]
             return Missed(name, "not_remembered", at_ms=max(forgotten), blocks=blocks)
         since_ms = max(self.started_ms, self._former.since_ms or 0)
         return Missed(name, "never_stored", at_ms=since_ms, blocks=blocks)
@@ -218,19 +218,19 @@ class MissReasons:
         for medium, view in self._below.views.items():
             if view.is_away(name):
                 return Missed(name, "tier_away", medium)
-        return self._of_fate(name)
+        return self._of_departure(name)
 
-    def _of_fate(self, name: SequenceHash) -> Missed | None:
+    def _of_departure(self, name: SequenceHash) -> Missed | None:
         """Return why a block left the tier that had it last: a lower one keeps it for longer."""
         below = self._below.views
         for medium in reversed(LOWER):
-            fate = below[medium].departures.get(name)
-            if fate is not None:
-                return _missed_by(name, fate, medium)
-        fate = self._departures.get(name)
-        return _missed_by(name, fate, "host") if fate is not None else None
+            departure = below[medium].departures.get(name)
+            if departure is not None:
+                return _missed_by(name, departure, medium)
+        departure = self._departures.get(name)
+        return _missed_by(name, departure, "host") if departure is not None else None
 
-    def _all_fates(self) -> list[Departures]:
+    def _all_departures(self) -> list[Departures]:
         return [self._departures, *(view.departures for view in self._below.views.values())]
 
     # --- the end of the run -----------------------------------------------------------------
@@ -283,11 +283,11 @@ class MissReasons:
     ) -> Missed:
         """Return a miss with the lower tiers' reason: the lowest that had the block decides."""
         assert missed.may_be_told
-        entries = [(medium, entry, REASON_OF_FATE.get(entry.why)) for medium, entry in told]
+        entries = [(medium, entry, REASON_OF_DEPARTURE.get(entry.why)) for medium, entry in told]
         for medium, entry, reason in reversed(entries):
             if reason in LAST_WORD:
-                fate = Departure(now_ms - entry.ago_ms, entry.why, entry.detail)
-                return _missed_by(missed.hash, fate, medium)
+                departure = Departure(now_ms - entry.ago_ms, entry.why, entry.detail)
+                return _missed_by(missed.hash, departure, medium)
         for medium, entry, reason in entries:
             if reason is not None and missed.tier == "host":
                 left = f"left host memory by {missed.policy or 'need'}"
@@ -304,11 +304,11 @@ def _with_first(first: Missed, missed: list[Missed], names: Sequence[SequenceHas
     return [replace(first, hash=names[0]), *rest, *tail]
 
 
-def _missed_by(name: SequenceHash, fate: Departure, place: Place) -> Missed:
-    reason = REASON_OF_FATE.get(fate.why, "unknown")
+def _missed_by(name: SequenceHash, departure: Departure, place: Place) -> Missed:
+    reason = REASON_OF_DEPARTURE.get(departure.why, "unknown")
     assert reason in MEANINGS, reason
     if reason == "evicted":
-        policy = fate.detail or POLICY_OF_FATE.get(fate.why, "")
-        return Missed(name, reason, place, fate.at_ms, policy=policy)
-    detail = fate.why if reason == "unknown" else fate.detail
-    return Missed(name, reason, place, fate.at_ms, detail)
+        policy = departure.detail or POLICY_OF_DEPARTURE.get(departure.why, "")
+        return Missed(name, reason, place, departure.at_ms, policy=policy)
+    detail = departure.why if reason == "unknown" else departure.detail
+    return Missed(name, reason, place, departure.at_ms, detail)

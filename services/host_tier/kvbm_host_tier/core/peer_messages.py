@@ -1,4 +1,4 @@
-"""What the core hears of other host tiers (inputs), and wants of them (effects)."""
+"""Messages about other host tiers: the core's inputs and effects."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def blocks_here(table: SlotTable, own: Namespaces) -> Has:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """What is known of blocks at one moment, for one engine."""
+    """The blocks that can be had at one moment, for one engine."""
 
     here: Has
     may_come: Has

@@ -23,7 +23,7 @@ from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an event, or a piece of a snapshot, says of its blocks."""
+    """The blocks that an event, or a piece of a snapshot, stores or removes."""
 
     epoch: int
     seq: int
@@ -56,7 +56,7 @@ def said_by(event: Event) -> Said:
 
 
 class Retelling:
-    """What is still to be said of one instance, and what has been said meanwhile."""
+    """The changes of one instance that are still to be applied again, and those made meanwhile."""
 
     def __init__(
         self, seq: int = 0, snapshot: Iterator[Said] | None = None, former: Life | None = None

@@ -1,4 +1,4 @@
-"""What the scrubber's core wants read (effects), and what it hears of it (inputs)."""
+"""Messages of the scrubber's core: reads that it wants (effects), their results (inputs)."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ class Stage(Enum):
 
 
 class News(StrEnum):
-    """What is heard of an instance: the events of the table."""
+    """News of an instance: the events of the table."""
 
-    ENTERED = "entered"
+    JOINED = "joined"
     """The instance has an entry, and serves no engine yet."""
     TAKES = "takes"
     """The instance has an endpoint, and takes blocks."""
@@ -49,7 +49,7 @@ class News(StrEnum):
 
 
 _TO: Mapping[News, Stage] = {
-    News.ENTERED: Stage.JOINING,
+    News.JOINED: Stage.JOINING,
     News.TAKES: Stage.SERVING,
     News.TAKES_NONE: Stage.DRAINING,
     News.DELETED: Stage.LEFT,
@@ -59,14 +59,14 @@ _GONE = (Stage.LEFT, Stage.DEAD)
 HOST_TIER = Machine(
     "host tier",
     {
-        (None, News.ENTERED): Stage.JOINING,
+        (None, News.JOINED): Stage.JOINING,
         **{
             (stage, news): _TO[news]
             for stage in (Stage.JOINING, Stage.SERVING, Stage.DRAINING)
             for news in (News.TAKES, News.TAKES_NONE, News.DELETED, News.SILENT)
         },
-        (Stage.LEFT, News.ENTERED): Stage.JOINING,
-        (Stage.DEAD, News.ENTERED): Stage.JOINING,
+        (Stage.LEFT, News.JOINED): Stage.JOINING,
+        (Stage.DEAD, News.JOINED): Stage.JOINING,
         (Stage.DEAD, News.DELETED): Stage.LEFT,
     },
 )
@@ -196,7 +196,7 @@ class Sharding:
             return False
         if again:
             self._hear(instance, epoch, News.SILENT)  # Of a life that is over.
-            self._hear(instance, epoch, News.ENTERED)
+            self._hear(instance, epoch, News.JOINED)
         if endpoint:
             self._members[instance].endpoint = endpoint
             self._hear(instance, epoch, News.TAKES if takes else News.TAKES_NONE)

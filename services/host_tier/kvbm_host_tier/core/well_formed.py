@@ -1,4 +1,4 @@
-"""What an engine's or operator's list of blocks has to be, before anything is looked up."""
+"""Checks of an engine's or operator's list of blocks, before anything is looked up."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Worker:
 
     @property
     def share(self) -> Share:
-        """What the rank holds of every block."""
+        """The share that the rank holds of every block."""
         return self.hello.held_share
 
     @property

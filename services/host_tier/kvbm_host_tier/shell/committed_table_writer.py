@@ -1,4 +1,4 @@
-"""The roster keeper: writes into the roster what the tier announces, before it is published."""
+"""Writer of the committed table: lists each announced block before its event is published."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class CommittedTableWriter:
-    """Owns the roster of one arena. It is made with the first block: then its size is known."""
+    """The owner of one arena's table. The first block creates it: then the slot size is known."""
 
     def __init__(self, view: HostTierView, counters: Metrics) -> None:
         self._view = view
-        self._roster: CommittedTable | None = None
+        self._table: CommittedTable | None = None
         self._has_failed = False
         self._unlisted = counters.counter(
             "kvbm_roster_unlisted_total",
@@ -35,16 +35,16 @@ class CommittedTableWriter:
         """Update the table after an event: blocks come and go."""
         match event:
             case Stored(runs=runs):
-                roster = self._roster or self._make()
-                if roster is not None:
+                table = self._table or self._make()
+                if table is not None:
                     names = (name for run in runs for name in hashes_from_hex(run.hashes))
-                    self._unlisted.inc(roster.add(names))
+                    self._unlisted.inc(table.add(names))
             case Removed(hashes=hashes):
-                if self._roster is not None:
-                    self._roster.remove(hashes_from_hex(hashes))
+                if self._table is not None:
+                    self._table.remove(hashes_from_hex(hashes))
             case Cleared():
-                if self._roster is not None:
-                    self._roster.clear()
+                if self._table is not None:
+                    self._table.clear()
             case _:
                 assert_never(event)
 
@@ -58,16 +58,16 @@ class CommittedTableWriter:
             assert layout is not None, "blocks are announced before the arena is cut"
             # Smaller blocks may come later; a table that they overflow is still a hint.
             slot_count = layout.total_bytes // min(layout.slot_bytes, SMALL_BLOCK_BYTES)
-            self._roster = CommittedTable.create(
+            self._table = CommittedTable.create(
                 view.arena.path, slot_count=slot_count, epoch=view.epoch
             )
         except (ArenaNoSpace, ArenaUnavailable) as error:
-            log.warning("no roster: engines ask for every block: %s", error)
+            log.warning("no committed table: engines ask for every block: %s", error)
             self._has_failed = True
-        return self._roster
+        return self._table
 
     def close(self) -> None:
         """Unlink the table's file."""
-        if self._roster is not None:
-            self._roster.close()
-            self._roster = None
+        if self._table is not None:
+            self._table.close()
+            self._table = None

@@ -25,7 +25,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the registry says of an engine: data-parallel ranks, digests of its namespaces."""
+    """An engine's entry in the registry: data-parallel ranks, digests of its namespaces."""
 
     ranks: Sequence[int] = ()
     """Empty: it has not said. Then any rank that is named is believed, else it is rank 0."""

@@ -1,9 +1,8 @@
-"""What came together is read together: many events of one source for the price of a few.
+"""Event batches: consecutive events of a source are decoded at once: overhead per event dominates.
 
-Engines store and evict a block at a time, one event each. Read one by one, most of what such an
-event costs is not its block; neighbours of one source nearly always continue each other, and then
-they are one run. Whatever is out of the ordinary is left to those who read one
-event at a time (event_decoder.py), and say what is wrong with which.
+Engines publish one event per stored or evicted block. Neighbouring events of a source usually
+continue each other and become one run. Anything unusual is decoded singly by event_decoder.py,
+which reports what is wrong.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ def read(
 
 
 def next_seq(events: Sequence[Event | ReadEvent], seq: int) -> int | None:
-    """Return the number behind these events, all of one kind, if they are in a row from `seq` on;
+    """Return the number after these events, all of one kind, if they are in a row from `seq` on;
     None if not."""
     assert events, "no event is in a row"
     if not isinstance(events[0], PARTS):
-        behind = seq + len(events)
-        return behind if list(map(_seq, events)) == list(range(seq, behind)) else None
+        end = seq + len(events)
+        return end if list(map(_seq, events)) == list(range(seq, end)) else None
     for part in cast("Sequence[PackedPart]", events):
         if part.seq != seq:
             return None
@@ -141,9 +140,9 @@ def _stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] 
     breaks = [0, *_breaks(parents, tails), len(events)]
     found = []
     (namespace,) = namespaces
-    for at, behind in pairwise(breaks):
+    for at, end in pairwise(breaks):
         run = event_decoder.named_run(
-            parents[at], b"[" + b",".join(hashes[at:behind]) + b"]", namespace
+            parents[at], b"[" + b",".join(hashes[at:end]) + b"]", namespace
         )
         if run is None:
             return None
@@ -157,7 +156,7 @@ Columns = tuple[list[bytes], list[bytes], list[bytes]]
 
 def _columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
     """Return parents, tails and hashes of these runs; None: they cannot be read this way."""
-    # Of a run, what is behind its first words.
+    # The part of a run after its first words.
     first, *runs = b"".join(texts).split(RUN[0])
     if first or len(runs) != len(texts):
         return None

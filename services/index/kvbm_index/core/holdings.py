@@ -161,8 +161,8 @@ class Holdings:
         """
         if not asked:
             return []
-        # Who has a first block was told that its parent is the root, so all are listed; of a block
-        # in the middle of a chain none is.
+        # All holders of a first block are listed: their events named the root as its parent. No
+        # holder of a block in the middle of a chain is.
         first = asked[0]
         listed = self._starts.get(first)
         has = Chains.begins_with if listed else Chains.__contains__

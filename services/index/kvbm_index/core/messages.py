@@ -1,4 +1,4 @@
-"""What goes into the index's core and what comes out."""
+"""Messages of the index's core: its inputs and its effects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Holder(NamedTuple):
 
 
 AnyEvent = Event | LeanEvent
-"""The service reads lean events; the wire's own do as well."""
+"""The service passes events decoded in part; those of the wire are taken as well."""
 Received = AnyEvent | PackedPart
 """An event, or many in a row."""
 
@@ -52,7 +52,7 @@ class EventsReceived:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a replica knew once: the first input, or none."""
+    """The image that another replica stored. If there is one, it is the first input."""
 
     image: Image
 
@@ -94,7 +94,7 @@ class RegistryRead:
 
 @dataclass(frozen=True, slots=True)
 class StreamLost:
-    """The stream is another one: events may have been lost behind which no other shows a hole."""
+    """The stream is another one: events may be missing at its end, where no gap shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ Effect = RequestSnapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds the core."""
+    """The bounds of the core."""
 
     sources_max: int = SOURCES_MAX
     """Hosts times services on each."""
@@ -142,8 +142,8 @@ class Limits:
     snapshot_deadline_ms: int = 10_000
     """The shell answers earlier; this is the fuse."""
     tidied_per_tick: int = 1_024
-    """Blocks that are listed or forgotten while there are so many. Who asks waits for it: few and
-    often, about a millisecond of every ten."""
+    """Blocks that one tick lists or forgets, of those that wait for it. Queries wait meanwhile: few
+    and often, about a millisecond of every ten."""
     look_after_ms: int = 0
     """How often sources are looked at whose time may have come; 0: at every tick."""
     retry_ms: int = 200
@@ -194,7 +194,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class IndexView:
-    """What the shell may know of the core between two steps, apart from its questions."""
+    """The part of the core that its shell reads between two steps, apart from questions."""
 
     statistics: Statistics
     position: int

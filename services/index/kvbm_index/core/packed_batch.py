@@ -31,7 +31,7 @@ _PREFIX = f"{SUBJECT_PREFIX}."
 
 
 class _Packed(msgspec.Struct, frozen=True, gc=False):
-    """What both kinds of parts have, under the names that single events have."""
+    """The fields of both kinds of parts, under the names that single events have."""
 
     host: str
     source: str

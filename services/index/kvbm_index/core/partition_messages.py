@@ -1,4 +1,4 @@
-"""What replicas of different partitions ask each other besides the public verbs."""
+"""Messages between replicas of different partitions, besides the public verbs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class PartitionRouteRequest(RouteRequest, frozen=True, kw_only=True):
 
 
 class PeersReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the host tiers of a partition have of a question; none that is within another."""
+    """The runs that a partition's host tiers have of a question; none lies within another."""
 
     parts: list[PeerPart]

@@ -1,4 +1,4 @@
-"""What the index knows, and the questions about it. Only the core changes it (core.py)."""
+"""Queries: the index's knowledge and the questions about it. Only core.py changes it."""
 
 from __future__ import annotations
 

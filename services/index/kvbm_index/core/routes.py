@@ -34,7 +34,7 @@ PEER_SOURCES = "host-tier-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What is saved by finding a block, by its place, and what a running request costs."""
+    """The saving of a block that is found, by its place, and the cost of a running request."""
 
     weights: Mapping[Tier, float]
     peer_weight: float
@@ -136,7 +136,7 @@ def _turn(one: RankedEngine, tie: bytes) -> bytes:
 
 
 class _PeerRuns:
-    """What the memory of other hosts has of a question."""
+    """The runs of a question that the memory of other hosts has."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts

@@ -1,7 +1,7 @@
-"""An arrival: a snapshot that becomes what the index holds, piece by piece.
+"""Snapshot loader: makes chains of a snapshot, piece by piece, beside the core.
 
-A million blocks take half a second, and no question may wait so long. So this happens
-beside the core, which takes the whole of it in one step when it is there.
+A million blocks take half a second, and no question may wait so long. The core takes the finished
+chains in one step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keeper of images: the newest one at start, a new one now and then, in JetStream."""
+"""Image store: reads the newest image at start, and writes a new one now and then, in JetStream."""
 
 from __future__ import annotations
 

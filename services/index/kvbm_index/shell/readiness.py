@@ -9,7 +9,7 @@ from kvbm_common.nats.event_subscription import EventSubscription
 
 @dataclass(slots=True)
 class Readiness:
-    """What an index has read, and the subscription through which it reads on."""
+    """The progress of an index's first reading, and the subscription by which it reads on."""
 
     caught_up: bool = False
     registry_read: bool = False

@@ -27,7 +27,7 @@ _partition_request: JsonCodec[PartitionRouteRequest] = JsonCodec(PartitionRouteR
 
 
 class Routing:
-    """What the registry says about engines, and the answer to who should take a prompt."""
+    """The engines in the registry, and the choice of the one that should take a prompt."""
 
     def __init__(self, core: IndexCore) -> None:
         self._core = core

@@ -1,4 +1,4 @@
-"""What the routes of operators answer, and the one body that is more than fields of a request."""
+"""Answers of the operators' routes, and the one body that is more than a request's fields."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InstanceView(_View):
 
 
 class OutcomeView(InstanceView):
-    """What became of a change at one instance."""
+    """The outcome of a change at one instance."""
 
     ok: bool
     reply: dict[str, Any] = Field(default_factory=dict, description="What the verb has answered.")
@@ -121,7 +121,9 @@ class BlockStoryView(_View):
     hash: str
     holders: Annotated[list[BlockHolderView], Field(description="As the index knows them.")]
     tiers: list[PlacedBlockView]
-    silent: list[str] = Field(default_factory=list, description="Who could not be asked, and why.")
+    silent: list[str] = Field(
+        default_factory=list, description="Instances without an answer, and why."
+    )
 
 
 class NamesView(_View):

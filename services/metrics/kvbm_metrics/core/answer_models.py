@@ -1,4 +1,4 @@
-"""What every answer of the index has over HTTP: the partitions that are not in it."""
+"""The common part of the index's answers over HTTP: partitions that are not in them."""
 
 from __future__ import annotations
 

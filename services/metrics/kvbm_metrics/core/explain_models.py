@@ -41,7 +41,9 @@ class ExplainListView(_View):
     """The latest lookups, newest first."""
 
     requests: list[ExplainedView]
-    silent: list[str] = Field(default_factory=list, description="Who could not be asked, and why.")
+    silent: list[str] = Field(
+        default_factory=list, description="Instances without an answer, and why."
+    )
 
 
 class SegmentView(view_of(Segment)):  # type: ignore[misc]

@@ -116,7 +116,7 @@ class MatchBatchQuery(_Query):
 
 
 class ScoreQuery(MatchQuery):
-    """What is a prompt worth where? A block counts with the weight of the best tier that has it."""
+    """The question how much of a prompt each holder has, in weights of the best tiers."""
 
     weights: Annotated[
         dict[Tier, Annotated[float, Field(ge=0, le=1_000)]],
@@ -130,7 +130,7 @@ class ScoreQuery(MatchQuery):
 
 
 class WhereQuery(_Query):
-    """Who has each of these blocks, whatever is before them?"""
+    """The question which holders have each of these blocks, whatever is before them."""
 
     hashes: Annotated[list[Hash], _up_to(WHERE_BLOCKS_MAX)]
 
@@ -171,7 +171,7 @@ class ServiceView(_View):
 
 
 class RatesView(_View):
-    """What went into a tier and out of it, per second. Bytes of host memory are those of slots."""
+    """The flow into a tier and out of it, per second. Bytes of host memory are those of slots."""
 
     window_s: Annotated[float, Field(description="Taken over so long; 0: nothing to compare.")] = 0
     blocks_in: float = 0.0
@@ -301,7 +301,7 @@ class FlowView(_View):
 
 
 class LookupsView(_View):
-    """What engines ask for, and what they find, per second."""
+    """The lookups of engines and what they find, per second."""
 
     window_s: Annotated[float, Field(description="Taken over so long; 0: nothing to compare.")]
     lookups: float

@@ -18,7 +18,7 @@ class SizeView(BaseModel, frozen=True):
 
 
 class TenantView(BaseModel, frozen=True):
-    """What one tenant has in a tier."""
+    """The blocks and bytes of one tenant in a tier."""
 
     name: Annotated[str, Field(description="Empty: engines without KVBM_TENANT.")]
     blocks: int

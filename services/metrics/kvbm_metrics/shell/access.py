@@ -1,4 +1,4 @@
-"""What the routes ask of a request: a bearer token of a role (`kvbm_common.access.http_access`).
+"""Access to the routes: by a bearer token of a role (`kvbm_common.access.http_access`).
 
 A page in a browser on this machine can reach loopback, too. So where a change needs no token it is
 taken only if this machine is asked for by a name of it, and not from another site's page.

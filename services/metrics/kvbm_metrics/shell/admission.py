@@ -1,4 +1,4 @@
-"""The door of the HTTP API: a limit on bodies, and a count of every request."""
+"""Admission to the HTTP API: a limit on bodies, and a count of every request."""
 
 from __future__ import annotations
 

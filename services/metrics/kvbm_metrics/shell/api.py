@@ -280,7 +280,7 @@ def _check(query: MatchQuery) -> None:
 
 
 class OrjsonResponse(JSONResponse):
-    """What a route returns, checked by pydantic. FastAPI deprecates its own class for this."""
+    """The response of a route, checked by pydantic. FastAPI deprecates its own class for this."""
 
     def render(self, content: Any) -> bytes:
         """Return the body as JSON."""

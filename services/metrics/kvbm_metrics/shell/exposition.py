@@ -18,7 +18,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class FleetCollector(Collector):
-    """What a fleet has counted, as prometheus_client collects it."""
+    """A fleet's counters, as prometheus_client collects them."""
 
     def __init__(self, blocks: Sequence[Block], *, as_unknown: bool = False) -> None:
         self._blocks = blocks

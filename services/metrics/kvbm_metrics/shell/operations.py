@@ -1,4 +1,4 @@
-"""What the admin routes do: ask many instances at once, or one step after the other in a job."""
+"""Operations of the admin routes: ask many instances at once, or step after step in a job."""
 
 from __future__ import annotations
 

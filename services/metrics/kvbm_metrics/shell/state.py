@@ -1,4 +1,4 @@
-"""What the routes need, and how they get at it."""
+"""State: the objects that the routes share, and how they get at them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbm_metrics.shell.jobs import Jobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """What the routes need."""
+    """The objects that the routes share."""
 
     fleet: Fleet
     expected: tuple[str, ...]

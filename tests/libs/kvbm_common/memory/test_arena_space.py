@@ -82,10 +82,10 @@ def test_every_byte_is_taken_before_the_arena_is_there(shm_dir: Path, huge: bool
 
 def test_a_roster_is_taken_whole(shm_dir: Path) -> None:
     """Goal: a full file system ends no engine that looks a block up."""
-    roster = CommittedTable.create(str(shm_dir / "a"), slot_count=10_000, epoch=1)
+    table = CommittedTable.create(str(shm_dir / "a"), slot_count=10_000, epoch=1)
     status = (shm_dir / f"a{SUFFIX}").stat()
     assert status.st_blocks * 512 >= status.st_size > 0
-    roster.close()
+    table.close()
 
 
 @pytest.mark.parametrize("huge", [True, False])

@@ -519,7 +519,7 @@ def test_hits_alone_that_come_from_many_places_have_a_limit() -> None:
 
 def test_every_reason_that_is_found_has_a_meaning() -> None:
     """Goal: no word that nobody explains."""
-    assert set(miss_reason.REASON_OF_FATE.values()) <= MEANINGS.keys()
+    assert set(miss_reason.REASON_OF_DEPARTURE.values()) <= MEANINGS.keys()
     assert set(miss_reason.OF_THE_RUN) <= MEANINGS.keys()
 
 

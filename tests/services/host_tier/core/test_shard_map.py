@@ -40,15 +40,15 @@ def front(own: str = "0", epoch: int = 1) -> Sharding:
 def test_the_table_has_every_arrow_of_the_drawing_and_no_other() -> None:
     there = (Stage.JOINING, Stage.SERVING, Stage.DRAINING)
     arrows = {(one, news): to for (one, news), to in HOST_TIER.transitions.items()}
-    assert arrows.pop((None, News.ENTERED)) is Stage.JOINING
+    assert arrows.pop((None, News.JOINED)) is Stage.JOINING
     for stage in there:
         assert arrows.pop((stage, News.TAKES)) is Stage.SERVING
         assert arrows.pop((stage, News.TAKES_NONE)) is Stage.DRAINING
         assert arrows.pop((stage, News.DELETED)) is Stage.LEFT
         assert arrows.pop((stage, News.SILENT)) is Stage.DEAD
     assert arrows == {
-        (Stage.LEFT, News.ENTERED): Stage.JOINING,
-        (Stage.DEAD, News.ENTERED): Stage.JOINING,
+        (Stage.LEFT, News.JOINED): Stage.JOINING,
+        (Stage.DEAD, News.JOINED): Stage.JOINING,
         (Stage.DEAD, News.DELETED): Stage.LEFT,
     }
 

@@ -1,4 +1,4 @@
-"""The roster keeper: what is announced is listed, what is gone is not, and no roster is no harm."""
+"""Committed table: what is announced is listed, what is gone is not, and no table is no harm."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def test_without_room_for_it_engines_ask(
     for number in range(2):
         for event in announcer.stored([block(number)]):
             keeper.follow(event)
-    assert [text for text in caplog.messages if "no roster" in text] == caplog.messages
+    assert [text for text in caplog.messages if "no committed table" in text] == caplog.messages
     assert len(caplog.messages) == 1
     keeper.close()

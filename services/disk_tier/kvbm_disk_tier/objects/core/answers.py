@@ -1,4 +1,4 @@
-"""What is believed of a store's answers: is this a listing, and how old is an object?
+"""Answers of a store: whether one is a listing to be believed, and how old an object is.
 
 A proxy's maintenance page is a 200, too, and a gateway may forget what it was asked. Nothing of an
 answer that is not a listing of what was asked for is used: it would say that all blocks are gone.
@@ -38,7 +38,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a store has answered to a list, as far as it could be read."""
+    """A store's answer to a list, as far as it could be read."""
 
     is_listing: bool
     """Whether the answer has the marks of a listing, at least whether it is cut off."""

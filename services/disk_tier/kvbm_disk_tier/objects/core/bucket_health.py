@@ -39,7 +39,7 @@ Pauses = Callable[[float, float], Iterator[float]]
 
 
 class BucketHealth:
-    """What has been seen of one store. The pauses are drawn outside: many hosts share it."""
+    """The health of a store, by its answers. Pauses are drawn outside: many hosts share it."""
 
     def __init__(self, pauses: Pauses) -> None:
         self.state = BUCKET.next(None, "made")

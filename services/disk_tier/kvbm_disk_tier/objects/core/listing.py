@@ -232,7 +232,7 @@ class Listing:
     # --- the comparison ---------------------------------------------------------------------
 
     def compared(self, first: int, count: int) -> None:
-        """Look at some slots: whose block was looked for, and not named?"""
+        """Look at some slots, for blocks that were looked for and not named."""
         assert self._listed_count == self._ranges.count, "not every range is listed"
         self._move("compared")
         table = self._inventory.table

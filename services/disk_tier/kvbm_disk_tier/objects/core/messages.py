@@ -1,4 +1,4 @@
-"""What the object tier's core takes in beside the disk tier's inputs."""
+"""Messages: the inputs of the object tier's core beside those of the disk tier."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ READ = "KvbmListing"
 
 @dataclass(frozen=True, slots=True)
 class ReadListing:
-    """What an answer to a list says; `is_truncated` None: it does not say so, and is no listing."""
+    """The content of an answer to a list. Without `is_truncated` (None) it is no listing."""
 
     prefix: str | None = None
     is_truncated: bool | None = None

@@ -55,7 +55,7 @@ class _Taken:
 
 
 class Transport(Protocol):
-    """What carries the bytes of objects: NIXL's mover, or threads for files."""
+    """The carrier of the bytes of objects: NIXL's mover, or threads for files."""
 
     def register_memory(self, address: int, length: int) -> Future[Registration]:
         """Register memory for transfers."""
