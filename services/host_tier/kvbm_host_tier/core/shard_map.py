@@ -186,8 +186,8 @@ class Sharding:
     ) -> bool:
         """Take in an instance's registry entry; `is_new`: the entry was not there before.
 
-        Returns whether the map has changed, as the methods below do. Who was gone may come again
-        with a lower epoch: the registry is another one.
+        Returns whether the map has changed, as the methods below do. An instance that
+        was gone may come again with a lower epoch: the registry is another one.
         """
         assert instance
         member = self._members.get(instance)
