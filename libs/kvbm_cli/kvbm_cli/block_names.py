@@ -1,4 +1,4 @@
-"""Names of blocks as operators type them: whole, or their first digits, as git takes them."""
+"""Hashes of blocks as operators type them: whole, or their first digits, as git takes them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from kvbm_cli.admin_client import Client
 from kvbm_cli.asking import Json, asked
 
 SHOWN = 64
-"""Characters of a wrong name that an error repeats."""
+"""Characters of a wrong hash that an error repeats."""
 
 
 def whole(api: Client, name: str, field: str) -> str:
-    """Return the whole name of the block that is meant; raises ConfigError, NoSuchBlock."""
+    """Return the whole hash of the block that is meant; raises ConfigError, NoSuchBlock."""
     name = name.lower()
     if is_whole(name):
         return name
     if not is_beginning(name):
-        accepted = f"32 hex digits, or the first {DIGITS_MIN} or more of a name"
+        accepted = f"32 hex digits, or the first {DIGITS_MIN} or more of a hash"
         raise ConfigError(field, name[:SHOWN], accepted)
     return only_one(name, api.get("/v1/blocks", prefix=name)["hashes"], field)
 
 
 def with_whole_names(body: Json, url: str) -> Json:
-    """Return a request whose names of blocks are whole; exits as `asked` does."""
+    """Return a request whose hashes of blocks are whole; exits as `asked` does."""
     given = [*(body.get("hashes") or []), *filter(None, [body.get("prefix")])]
     if all(map(is_whole, given)):
         return body

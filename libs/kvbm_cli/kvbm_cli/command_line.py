@@ -35,7 +35,9 @@ def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
     except typer.Abort:
         exit_with(f"{name}: not done", REFUSED)
     except typer.TyperException as error:
-        text = getattr(error, "format_message", error.__str__)()
+        text = getattr(error, "format_message", error.__str__)().rstrip(".")
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context is not None else name
         exit_with(f"{name}: {text}; see `{name} --help`", getattr(error, "exit_code", WRONG))
     except KvbmError as error:
         exit_with(f"kvbm: {error}", code_of(error))

@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, str] = {
 def index(
     question: str = typer.Argument(help="match, score, route, where or holders"),
     hashes: list[str] = typer.Argument(  # noqa: B008 - what typer understands.
-        None, help="Names of blocks, 32 hex digits, prefix first."
+        None, help="Hashes of blocks, 32 hex digits, prefix first."
     ),
     tokens: str = typer.Option("", help="Token ids instead: 1,2,3 or @FILE with a JSON list."),
     namespace: str = typer.Option("", help='With tokens: JSON or @FILE, {"model": …}.'),
@@ -87,7 +87,7 @@ def request_of(
             "lora": lora or None,
         }
         if hashes:
-            raise ValueError("give names of blocks or --tokens, not both")
+            raise ValueError("give hashes of blocks or --tokens, not both")
     else:
         request = {"hashes": [name.lower() for name in hashes]}
     if question in ("score", "route") and weights:

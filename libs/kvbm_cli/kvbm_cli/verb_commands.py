@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from kvbm_common.nats.block_names import DIGITS_MIN
 from kvbm_common.wire.operator_verbs import (
     HOST,
     INSTANCE,
@@ -120,7 +121,7 @@ def _plain(kind: Any) -> Any:
 
 def prefetch(
     hashes: list[str] | None = typer.Argument(  # noqa: B008
-        None, help="Names of blocks, 32 hex digits, prefix first."
+        None, help="Hashes of blocks, 32 hex digits, prefix first."
     ),
     tokens: str = typer.Option("", help="Token ids instead: 1,2,3 or @FILE with a JSON list."),
     namespace: str = typer.Option("", help='With tokens: JSON or @FILE, {"model": …}.'),
@@ -150,12 +151,19 @@ def prefetch(
 
 
 def block(
-    name: str = typer.Argument(help="Name of a block, 32 hex digits, or the first of them."),
+    block_hash: str = typer.Argument(
+        metavar="HASH", help=f"Hash of a block: 32 hex digits, or the first {DIGITS_MIN} or more."
+    ),
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
     """Show one block: where it is, what holds it there, and what has happened to it."""
-    run(lambda api: api.get(f"/v1/blocks/{whole(api, name, 'hash')}"), _block_tables, url, as_json)
+    run(
+        lambda api: api.get(f"/v1/blocks/{whole(api, block_hash, 'hash')}"),
+        _block_tables,
+        url,
+        as_json,
+    )
 
 
 def _block_tables(told: Json) -> list[Rows]:

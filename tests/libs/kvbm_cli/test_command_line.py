@@ -57,6 +57,24 @@ def test_a_line_that_is_done_ends_with_0() -> None:
     assert ended(lambda: None) == 0
 
 
+def test_a_wrong_line_is_followed_by_the_help_that_there_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Goal: one sentence, and a help that does not fail in the same way."""
+    app = typer.Typer()
+    app.command("act")(lambda: None)
+    app.command("other")(lambda: None)
+    for line, said in (
+        (["nosuch"], "kvbm: No such command 'nosuch'; see `kvbm --help`\n"),
+        (["act", "x"], "kvbm act: Got unexpected extra argument(s) (x); see `kvbm act --help`\n"),
+        (["act", "--no"], "kvbm act: No such option: --no; see `kvbm act --help`\n"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            command_line.run_line(app, line)
+        assert end.value.code == 2
+        assert capsys.readouterr().err == said
+
+
 def test_an_unknown_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(lambda: None, "--no-such") == 2
     assert "--no-such" in capsys.readouterr().err

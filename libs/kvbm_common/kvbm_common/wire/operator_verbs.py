@@ -128,7 +128,7 @@ class OperatorVerb:
 
 _Name = Annotated[Hex128, Meta(examples=["ee47acab818fb0f368c71c5e228d1221"])]
 _REMOVED = (
-    Given("hashes", "Names of blocks, 32 hex digits, prefix first.",
+    Given("hashes", "Hashes of blocks, 32 hex digits, prefix first.",
           Annotated[list[_Name], Meta(max_length=MATCH_BLOCKS_MAX)], None, argument="hashes"),
     TIER,
     Given("prefix", "This block and its descendants.", _Name, None),
@@ -156,7 +156,7 @@ OPERATOR_VERBS = (
     OperatorVerb(
         "pin", admin.PinRequest, admin.PinReply, "Keep blocks from eviction for a while.",
         given=(
-            Given("hashes", "Names of blocks.",
+            Given("hashes", "Hashes of blocks.",
                   Annotated[list[_Name], Meta(min_length=1, max_length=admin.STEP_BLOCKS_MAX)],
                   argument="hashes"),
             Given("ttl_s", "For so many seconds.",

@@ -127,7 +127,7 @@ class BlockStoryView(_View):
 
 
 class NamesView(_View):
-    """Names of blocks, in ascending order."""
+    """Hashes of blocks, in ascending order."""
 
     hashes: list[str]
 
