@@ -158,7 +158,7 @@ class WorkerHalf:
 
     @property
     def expects_reads(self) -> bool:
-        """Whether the mover stands ready for the host tier now."""
+        """Whether the mover stands ready for the host tier now; for tests."""
         return self._mover.attends
 
     @property

@@ -71,7 +71,7 @@ class ServiceProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the service has said that it serves."""
+        """Whether the service has said that it serves; for tests, `wait_ready` waits for it."""
         return self._ready.is_set()
 
     def start(self) -> None:

@@ -81,6 +81,7 @@ class ExtraTag(IntEnum):
     SALT = 2
     MULTIMODAL = 3
     EMBEDDING = 4
+    """Reserved: requests with embeddings in place of tokens are refused."""
     GENERATION = 5
     OTHER = 255
 

@@ -116,6 +116,9 @@ event_codec: JsonCodec[Event] = JsonCodec(Event)
 
 
 def event_subject(event: Event) -> str:
-    """Return the subject an event is published on."""
+    """Return the subject of an event that is published by itself.
+
+    For tests: services call `json_subject` (packed_events.py), and pack what they can.
+    """
     kind = event.__struct_config__.tag
     return f"{SUBJECT_PREFIX}.{event.host}.{event.source}.{kind}"

@@ -81,7 +81,10 @@ class HostTierView:
         return self._parts.held.table.by_place()
 
     def may_find(self, name: SequenceHash) -> bool:
-        """Tell whether a lookup may find a block now: then the miss filter must not deny it."""
+        """Tell whether a lookup may find a block now: then the miss filter must not deny it.
+
+        For tests, which compare the filter with it.
+        """
         parts = self._parts
         is_near = parts.held.table.holds(name) or name in parts.below or name in parts.waiting
         return is_near or parts.peers.may_bring
