@@ -53,12 +53,6 @@ NOT_OF_THE_MODEL = frozenset({
 })  # fmt: skip
 """Files that say what tokens mean: a block is named by its token ids. `generation_config.json`
 counts: Llama 4 takes the tuning of its attention from it."""
-LOADER_OPTIONS = frozenset({
-    "enable_multithread_load", "num_threads", "enable_weights_track", "distributed",
-    "concurrency", "memory_limit", "pattern",
-})  # fmt: skip
-"""Options of an engine's `model_loader_extra_config` that say which files below the model's path
-are read, and how."""
 FILES_MAX = 10_000
 PAGE_BYTES = 4096
 WHOLE_BYTES = 4 << 20
@@ -112,15 +106,6 @@ class _File:
     size: int
 
 
-def revision_of(path: Path) -> str:
-    """Return the fingerprint of the content.
-
-    A commit of the hub is no name: a file that is written through its link, as `cp` does it, keeps
-    the snapshot's name.
-    """
-    return fingerprint(path)
-
-
 def resolve(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
     """Return where the weights of a model are on this host: its path, or a snapshot of the hub.
 
@@ -140,25 +125,6 @@ def resolve(model: str, revision: str | None = None, cache_dir: str | None = Non
     return Path(found)
 
 
-def refusal_of_options(options: object) -> str:
-    """Return why loader options may bring weights that the model's files do not hold, or `""`."""
-    if not isinstance(options, Mapping):
-        return f"model_loader_extra_config is a {type(options).__name__}"
-    unknown = sorted(map(str, set(options) - LOADER_OPTIONS))
-    if unknown:
-        return (
-            f"model_loader_extra_config has {', '.join(unknown)}, which may bring weights from "
-            f"elsewhere; allowed are {', '.join(sorted(LOADER_OPTIONS))}"
-        )
-    pattern = str(options.get("pattern") or "x.safetensors")
-    if "/" in pattern or pattern.startswith(".") or not pattern.endswith(".safetensors"):
-        return (
-            f"model_loader_extra_config has the pattern {pattern}: files that it names are not "
-            "looked at, unless they are *.safetensors in the model's directory without a dot first"
-        )
-    return ""
-
-
 def label_of(model: str) -> str:
     """Return what to call a model: its hub id, or the last part of its path.
 
@@ -176,7 +142,9 @@ def label_of(model: str) -> str:
 def fingerprint(path: Path) -> str:
     """Return the digest of the weights in a directory, or of one file; see the module.
 
-    Raises UnreadableWeights when a file cannot be read, or there are no weights.
+    A commit of the hub is no name: a file that is written through its link, as `cp` does it, keeps
+    the snapshot's name. Raises UnreadableWeights when a file cannot be read, or there are no
+    weights.
     """
     files = _files(path)
     if not any(Path(one.name).suffix in WEIGHTS for one in files):

@@ -15,13 +15,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from kvbm_connectors.client.loading import refusal_of_format, refusal_of_options
 from kvbm_connectors.client.weights import (
     UnreadableWeights,
     content_of,
-    refusal_of_options,
+    fingerprint,
     resolve,
 )
-from kvbm_connectors.client.weights import revision_of as revision_of_path
 from kvbm_connectors.sglang.adapters import adapters_of
 from kvbm_connectors.sglang.engine_life import life_of_weights
 from kvbm_connectors.sglang.harmless import HARMLESS
@@ -50,13 +50,10 @@ DUMMY = "dummy"
 def _weights(path: str, revision: str | None, load_format: str, directory: str | None) -> str:
     if load_format == DUMMY:  # Drawn, and trainers push the real ones later.
         return DUMMY
-    if load_format not in LOCAL:
-        raise UnreadableWeights(
-            f"load_format {load_format} may take weights from elsewhere than the model's files; "
-            f"allowed are dummy, {', '.join(sorted(LOCAL))}, or name the weights with `revision`"
-        )
+    if refusal := refusal_of_format(load_format, LOCAL):
+        raise UnreadableWeights(refusal)
     refuse_modelscope(path)
-    return revision_of_path(resolve(path, revision, directory))
+    return fingerprint(resolve(path, revision, directory))
 
 
 def _refusal(arguments: Any, values: Mapping[str, Any]) -> str:
@@ -193,7 +190,7 @@ def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in FURTHER:
         if path := values.get(name):
             refuse_modelscope(str(path))
-            found[name] = revision_of_path(resolve(str(path)))
+            found[name] = fingerprint(resolve(str(path)))
     return found
 
 

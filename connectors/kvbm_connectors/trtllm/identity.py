@@ -17,7 +17,7 @@ from kvbm_common.tier.parts import PARTS_MAX
 from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.variables import contents_of_files, variables_in_name
-from kvbm_connectors.client.weights import UnreadableWeights, label_of, resolve, revision_of
+from kvbm_connectors.client.weights import UnreadableWeights, fingerprint, label_of, resolve
 from kvbm_connectors.trtllm.arguments import changes_of, plain
 from kvbm_connectors.trtllm.harmless import (
     HARMLESS,
@@ -164,12 +164,12 @@ def _revision(args: LlmArgs, life: str) -> str:
     weights = _weights(args, life)
     draft = _draft_of(_get(args, "speculative_config"))
     if draft and not weights.startswith("dummy"):
-        weights += f"/{revision_of(resolve(draft))}"
+        weights += f"/{fingerprint(resolve(draft))}"
     changes = {
         "": changes_of(args, HARMLESS),
         "kv_cache_config": changes_of(args.kv_cache_config, HARMLESS_OF_CACHE),
         "quant_config": plain(_get(args, "quant_config")),
-        "lora_dir": [revision_of(resolve(str(path))) for path in _adapters_of(args)],
+        "lora_dir": [fingerprint(resolve(str(path))) for path in _adapters_of(args)],
     }
     if variables := variables_in_name(
         os.environ, PREFIXES, harmless=HARMLESS_VARIABLES, others=OTHER_VARIABLES
@@ -196,7 +196,7 @@ def _weights(args: LlmArgs, life: str) -> str:
         raise UnreadableWeights(
             f"checkpoint_format is {checkpoint}, and {', '.join(CHECKPOINTS)} are supported"
         )
-    return revision_of(resolve(str(args.model), _get(args, "revision")))
+    return fingerprint(resolve(str(args.model), _get(args, "revision")))
 
 
 def load_format_of(args: LlmArgs) -> str:

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvbm_connectors.client import variables
+from kvbm_connectors.client.loading import refusal_of_format, refusal_of_options
 from kvbm_connectors.client.weights import (
     UnreadableWeights,
     content_of,
-    refusal_of_options,
+    fingerprint,
     resolve,
-    revision_of,
 )
 from kvbm_connectors.vllm.computation import plain, variables_of
 
@@ -115,7 +115,7 @@ def _named(model: Any, load: Any, life: str, loaders: Loaders | None) -> str:
 
 def _content(name: str, revision: str | None, load: Any) -> str:
     refuse_modelscope(name)
-    return revision_of(resolve(name, revision, load.download_dir))
+    return fingerprint(resolve(name, revision, load.download_dir))
 
 
 def refusal_of_code(model: Any) -> str:
@@ -166,11 +166,8 @@ def _further(model: Any) -> Iterator[str]:
 def refusal_of_loading(load: Any, loaders: Loaders | None = None) -> str:
     """Return why the files of a model do not say what is loaded; `""` if they do."""
     kind = str(load.load_format)
-    if kind not in LOCAL:
-        return (
-            f"load_format {kind} may take weights from elsewhere than the model's files; "
-            f"allowed are dummy, {', '.join(sorted(LOCAL))}, or name the weights with `revision`"
-        )
+    if refusal := refusal_of_format(kind, LOCAL):
+        return refusal
     loader = (loaders or {}).get(kind)
     if loader is not None and not loader.__module__.startswith(OWN):
         return f"load_format {kind} is a plugin's: {loader.__module__}.{loader.__qualname__}"

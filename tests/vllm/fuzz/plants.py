@@ -270,8 +270,7 @@ def name_weights_by_times() -> None:
         return digest.hexdigest()
 
     replace(f"{PREFIX}client.weights", "", "fingerprint", fingerprint)
-    replace_if_there(f"{PREFIX}client.weights", "", "revision_of", fingerprint)
-    replace(f"{PREFIX}vllm.loading", "", "revision_of", fingerprint)
+    replace(f"{PREFIX}vllm.loading", "", "fingerprint", fingerprint)
 
 
 # --- services ---------------------------------------------------------------------------------
