@@ -126,7 +126,7 @@ async def test_a_full_store_costs_one_stream_and_no_truth(
     What fits is there first: a server that is asked for two streams at once, of which one does not
     fit, may refuse the other one instead.
     """
-    monkeypatch.setattr(embedded, "STORE_BYTES_MAX", EVENTS.bytes_max + 80 * 1024 * 1024)
+    monkeypatch.setattr(embedded, "STORE_BYTES_MIN", EVENTS.bytes_max + 80 * 1024 * 1024)
     monkeypatch.setattr(image_store, "BUCKET_BYTES_MAX", 1024 * 1024)  # The index's images fit.
     async with NatsServer(tmp_path / "small") as server:
         settings, first, second = settings_of(server, tmp_path), asyncio.Event(), asyncio.Event()

@@ -42,7 +42,7 @@ IMAGE_S = 0.1
 @pytest.fixture
 async def small_nats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NatsServer]:
     """A NATS with little room, of which our streams have reserved nothing."""
-    monkeypatch.setattr("kvbm_common.nats.embedded_server.STORE_BYTES_MAX", STORE_BYTES)
+    monkeypatch.setattr("kvbm_common.nats.embedded_server.STORE_BYTES_MIN", STORE_BYTES)
     async with NatsServer(tmp_path / "small") as server:
         bus = await Bus.connect(server.url, "make")
         for spec in (EVENTS, CONSOLIDATED):

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import Future
@@ -112,7 +113,7 @@ class Arena:
         except OSError as error:
             if error.errno not in OUT_OF_SPACE:
                 raise ArenaUnavailable(f"cannot allocate {path}: {error.strerror}") from error
-            free = _free_bytes(path.parent) + os.fstat(fd).st_blocks * 512
+            free = shutil.disk_usage(path.parent).free + os.fstat(fd).st_blocks * 512
             raise ArenaNoSpace(path, size_bytes, free, setting) from error
         finally:
             if not arena._allocated:
@@ -294,13 +295,8 @@ def _check_space(path: Path, size_bytes: int, setting: str, freed_bytes: int = 0
     """Refuse what cannot fit before anything is taken, or `freed_bytes` are given back for it."""
     assert size_bytes > 0, size_bytes
     try:
-        free = _free_bytes(path.parent) + freed_bytes
+        free = shutil.disk_usage(path.parent).free + freed_bytes
     except OSError as error:
         raise ArenaUnavailable(f"cannot use {path.parent}: {error.strerror}") from error
     if size_bytes > free:
         raise ArenaNoSpace(path, size_bytes, free, setting)
-
-
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize

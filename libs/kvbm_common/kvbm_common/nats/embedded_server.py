@@ -30,8 +30,9 @@ LOCK_DEADLINE_S = 2.0
 POLL_S = 0.005
 PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 """The most that nats-server accepts without a warning, and our largest message."""
-STORE_BYTES_MAX = 4 * 1024 * 1024 * 1024
-"""The event stream, the registry and index snapshots together stay far below."""
+STORE_BYTES_MIN = 4 * 1024 * 1024 * 1024
+"""Room for streams where settings ask for no more: by default event stream, registry and images of
+the index stay far below."""
 
 
 def find_binary() -> str:
@@ -198,7 +199,7 @@ class NatsServer:
     def _configuration(self) -> str:
         """Return the configuration; nats-server reads JSON as well as its own format."""
         # The server counts what streams may take: those of earlier settings are still there.
-        store_bytes = max(STORE_BYTES_MAX, self._store_bytes) + reserved_bytes(self.directory)
+        store_bytes = max(STORE_BYTES_MIN, self._store_bytes) + reserved_bytes(self.directory)
         settings = {
             "server_name": self.name,
             "listen": self._listen,

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,8 +310,7 @@ class Store:
         """
         fd = open_own(self._path("slots"), os.O_RDWR | os.O_CREAT)
         try:
-            file_system = os.statvfs(self.options.directory)
-            free = file_system.f_bavail * file_system.f_frsize + os.fstat(fd).st_blocks * 512
+            free = shutil.disk_usage(self.options.directory).free + os.fstat(fd).st_blocks * 512
             # Asked first: an allocation that fails has taken the whole disk for a moment.
             if size + beside > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

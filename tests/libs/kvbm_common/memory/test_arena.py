@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -112,8 +113,8 @@ def test_an_arena_is_usable_where_no_thread_can_populate_it(
 
 
 def test_too_little_space_names_both_sizes(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = namedtuple("status", ["f_bavail", "f_frsize"])
-    monkeypatch.setattr(os, "statvfs", lambda _: status(100, 4096))
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100 * 4096))
     with pytest.raises(ArenaNoSpace, match=rf"{SIZE} bytes .* 409600 bytes free"):
         Arena.create(shm_dir, "kvbm-a", SIZE)
     assert not (shm_dir / "kvbm-a").exists()
