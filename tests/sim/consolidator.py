@@ -59,7 +59,7 @@ class Consolidator(Service):
         # To routers disk and objects are one medium: without dedup they hear of a block twice.
         dedup = self.world.seed % 2 == 0 or self.world.plan.below == "both"
         self.whole = ConsolidatorCore(
-            self.host.name, con.ConsolidatorLimits(naming=True), dedup=dedup
+            self.host.name, con.ConsolidatorLimits(naming=True, tier_blocks_max=16), dedup=dedup
         )
         self.routers.clear()
         self.every(100, lambda: self.step(con.Tick(self.world.bus_up)))
@@ -154,6 +154,8 @@ class Consolidator(Service):
                 self.routers.setdefault(stream, Router()).read(frame)
             case con.AskSnapshot(source):
                 self._ask(source)
+            case con.GoOnLater():
+                self.later(1, lambda: self.step(con.GoOn()))
             case con.AnswerRouter():
                 raise AssertionError("no router asks")
             case con.Subscribe(key):

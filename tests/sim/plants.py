@@ -205,6 +205,8 @@ def ignore_a_tiers_snapshot(patch: pytest.MonkeyPatch) -> None:
 
     def planted(views: TierViews, reply: SnapshotReply, now_ms: int) -> list[Change]:
         snapshot(views, reply, now_ms)
+        while views.is_going_on:
+            views.go_on(now_ms)
         return []
 
     patch.setattr(TierViews, "snapshot", planted)

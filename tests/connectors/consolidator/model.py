@@ -30,6 +30,8 @@ from kvbm_connectors.consolidator.core.messages import (
     Effect,
     EngineBatchesReceived,
     EpochGranted,
+    GoOn,
+    GoOnLater,
     Input,
     Publish,
     PublishConsolidated,
@@ -259,8 +261,12 @@ class Harness:
         effects = self.whole.step(event, self.now_ms)
         self.whole.check()
         about_engine: list[Effect] = []
+        goes_on = False
         for effect in effects:
             match effect:
+                case GoOnLater():
+                    goes_on = True
+                    continue
                 case PublishConsolidated(published):
                     self.consolidated.read(published)
                     continue
@@ -276,6 +282,8 @@ class Harness:
                 case _:
                     self.other.append(effect)
             about_engine.append(effect)
+        if goes_on:
+            self.send(GoOn())
         self._compare()
         return about_engine
 

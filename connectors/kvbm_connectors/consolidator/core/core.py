@@ -31,6 +31,8 @@ from kvbm_connectors.consolidator.core.messages import (
     Effect,
     EngineEffect,
     EnginesStatistics,
+    GoOn,
+    GoOnLater,
     Input,
     Learn,
     Publish,
@@ -80,8 +82,13 @@ class ConsolidatorCore:
     ) -> None:
         self.engines = EnginesCore(host, limits)
         self._drops: Counter[str] = Counter()
-        self.consolidated = MergedStreams(host, dedup=dedup, drops=self._drops)
+        self.consolidated = MergedStreams(
+            host, dedup=dedup, drops=self._drops,
+            blocks_max=(limits or ConsolidatorLimits()).tier_blocks_max,
+        )  # fmt: skip
         self.names = TokenNames()
+        self._is_waiting = False
+        """A GoOnLater is under way."""
         self._naming = limits is not None and limits.naming
         self.router = RouterStreams(
             self.names, dedup=dedup, first_seq=first_router_seq, awaits_readers=awaits_routers
@@ -90,8 +97,8 @@ class ConsolidatorCore:
     @property
     def is_quiet(self) -> bool:
         """Whether ticks may come seldom: no engine and no tier waits for anything."""
-        tiers = self.consolidated.tiers
-        return self.engines.is_settled and tiers.is_current and not tiers.is_going_on
+        is_settled = self.engines.is_settled and self.consolidated.tiers.is_current
+        return is_settled and not self.consolidated.is_going_on
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it, in order."""
@@ -111,6 +118,8 @@ class ConsolidatorCore:
                 tiers.snapshot_failed(source, now_ms)
             case TierStreamLost(source):
                 tiers.stream_lost(source, now_ms)
+            case GoOn():
+                self._is_waiting = False
             case RouterAsked(rank, from_seq, peer):
                 frames = self.router.replay(rank, from_seq)
                 effects.append(AnswerRouter(rank, peer, tuple(frames)))
@@ -121,10 +130,13 @@ class ConsolidatorCore:
                     self._overhear(effect, now_ms)
                     effects += [] if isinstance(effect, Learn) else [effect]
         if tiers.is_going_on:
-            self.consolidated.tiers_changed(tiers.go_on())
+            self.consolidated.tiers_changed(tiers.go_on(now_ms))
         if isinstance(event, Tick | TierJoined):
             effects += [AskSnapshot(source) for source in tiers.ask(now_ms)]
         effects += self._say()
+        if self.consolidated.is_going_on and not self._is_waiting:
+            self._is_waiting = True
+            effects.append(GoOnLater())
         self.router.forget_ended(now_ms)  # Now: what has just ended holds no blocks any more.
         return effects
 

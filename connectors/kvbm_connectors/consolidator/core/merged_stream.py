@@ -15,9 +15,10 @@ stream is cleared with the same reason, and the blocks of the tiers are publishe
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 from kvbm_common.identity import SequenceHash
@@ -31,86 +32,10 @@ from kvbm_connectors.consolidator.core.batch_merger import (
     RemovedDraft,
     StoredDraft,
 )
-from kvbm_connectors.consolidator.core.events import EventBuilder, parents_first
-from kvbm_connectors.consolidator.core.held_blocks import Held
+from kvbm_connectors.consolidator.core.events import EventBuilder
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
-from kvbm_connectors.consolidator.core.tier_views import Change, TierViews
-
-TIER_BITS: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "object": 8}
-DEVICE = TIER_BITS["device"]
-TIERS: dict[int, Tier] = {bit: tier for tier, bit in TIER_BITS.items()}
-BITS: dict[int, tuple[int, ...]] = {
-    mask: tuple(bit for bit in TIERS if mask & bit) for mask in range(16)
-}
-
-
-@dataclass(slots=True)
-class RankView:
-    """The blocks of one namespace that a rank can use, and the tiers they were published for.
-
-    Nearly every block in device memory was published for the device alone: `otherwise` has the
-    others. `device` is the table of the engines' half, not a copy. That table has all changes of
-    a step before its drafts are taken here, so that the draft says whether a block is inside.
-    """
-
-    namespace: str
-    rank: int
-    group: int = 0
-    device: Held = field(default_factory=dict)
-    otherwise: dict[SequenceHash, int] = field(default_factory=dict)
-    """Blocks of the device that were not published for it alone → their published tiers."""
-    beyond: dict[SequenceHash, int] = field(default_factory=dict)
-    """Blocks that were published and are not in the device → their published tiers."""
-
-    def __len__(self) -> int:
-        return len(self.device) + len(self.beyond)
-
-    def said(self, block: SequenceHash, *, inside: bool) -> int:
-        """Return the tiers that a block was published for, as bits. `inside`: the device holds the
-        block."""
-        return self.otherwise.get(block, DEVICE) if inside else self.beyond.get(block, 0)
-
-    def say(self, block: SequenceHash, mask: int, *, inside: bool) -> None:
-        """Note that a block is published for these tiers from now on."""
-        assert mask or not inside, "what a device holds was announced"
-        apart, usual = (self.otherwise, DEVICE) if inside else (self.beyond, 0)
-        if mask == usual:
-            apart.pop(block, None)
-        else:
-            apart[block] = mask
-
-    def store(self, blocks: Iterable[SequenceHash]) -> None:
-        """Note that the device has these blocks now; what was published of them stays as it was:
-        perhaps nothing."""
-        for block in blocks:
-            said = self.beyond.pop(block, 0)
-            if said != DEVICE:
-                self.otherwise[block] = said
-
-    def remove(self, blocks: Iterable[SequenceHash]) -> None:
-        """Note that the device has these blocks no more; what was published of them stays as it
-        was."""
-        for block in blocks:
-            self.beyond[block] = self.otherwise.pop(block, DEVICE)
-
-    def all_said(self) -> Iterator[tuple[SequenceHash, int]]:
-        """Return every block that was published, with its published tiers."""
-        yield from ((block, self.otherwise.get(block, DEVICE)) for block in self.device)
-        yield from self.beyond.items()
-
-    def check(self) -> None:
-        """Assert every invariant, in O(n)."""
-        assert self.otherwise.keys() <= self.device.keys()
-        assert self.beyond.keys().isdisjoint(self.device)
-        assert DEVICE not in self.otherwise.values(), "that is what goes without saying"
-        assert all(self.otherwise.values()), "what a device holds was said"
-        assert all(self.beyond.values())
-
-    def clear(self) -> None:
-        """Forget every block: nothing is there, and nothing was published."""
-        self.device = {}
-        self.otherwise.clear()
-        self.beyond.clear()
+from kvbm_connectors.consolidator.core.rank_view import BITS, DEVICE, TIER_BITS, TIERS, RankView
+from kvbm_connectors.consolidator.core.tier_views import TIER_BLOCKS_MAX, Change, TierViews
 
 
 @dataclass(slots=True)
@@ -129,11 +54,15 @@ class MergedEngine:
 class MergedStreams:
     """The consolidated streams of all engines of one host."""
 
-    def __init__(self, host: str, *, dedup: bool, drops: Counter[str]) -> None:
-        self._host = host
+    def __init__(
+        self, host: str, *, dedup: bool, drops: Counter[str], blocks_max: int = TIER_BLOCKS_MAX
+    ) -> None:
+        self._host, self._blocks_max = host, blocks_max
         self._dedup = dedup
         self._engines: dict[str, MergedEngine] = {}
-        self.tiers = TierViews(drops)
+        self.tiers = TierViews(drops, blocks_max)
+        self._again: deque[tuple[MergedEngine, RankView, Iterator[SequenceHash | None]]] = deque()
+        """What is still to be said again of the tiers' blocks."""
         self._out: list[Event] = []
 
     # ---- inputs ------------------------------------------------------------------------------
@@ -181,7 +110,8 @@ class MergedStreams:
     def rebuild(self) -> None:
         """Say again what the tiers hold, to those who are new or whose stream was cleared.
 
-        Called at the end of a step: an engine that was cleared because it ended is gone by then.
+        Called at the end of a step: an engine that was cleared because it ended is gone by then. Of
+        many blocks a step says some.
         """
         for engine in self._engines.values():
             if not engine.cleared or not engine.epoch:
@@ -190,9 +120,21 @@ class MergedStreams:
             ranks, engine.cleared = engine.cleared, set()
             for view in engine.views.values():
                 if view.rank in ranks:
-                    held = self.tiers.blocks(view.namespace)
-                    order = parents_first(held, held.get)
-                    self._settle(engine, view, [(block, held[block]) for block in order], 0)
+                    self._again.append((engine, view, self.tiers.blocks(view.namespace)))
+        left = self._blocks_max
+        while self._again and left:
+            engine, view, names = self._again[0]
+            some = list(islice(names, left))
+            if len(some) < left:
+                self._again.popleft()
+            left -= len(some)
+            if engine.epoch and self._engines.get(engine.name) is engine:
+                self._settle(engine, view, self.tiers.held_of(some, view.namespace), 0)
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether blocks of tiers are still to be said."""
+        return bool(self._again) or self.tiers.is_going_on
 
     def take(self) -> list[Event]:
         """Return the events that are to be published, in order, and forget them."""
@@ -243,7 +185,7 @@ class MergedStreams:
             assert (engine.seq > 0) == (engine.epoch > 0), "an epoch begins with cleared"
             for view in engine.views.values():
                 view.check()
-                if not engine.epoch or view.rank in engine.cleared:
+                if not engine.epoch or view.rank in engine.cleared or self.is_going_on:
                     continue
                 for block, said in view.all_said():
                     have = self._beyond(view, block) | (DEVICE if block in view.device else 0)
@@ -288,7 +230,7 @@ class MergedStreams:
         assert draft.group == event.group, f"{engine.name}: {draft.group} is not {event.group}"
         view.device = draft.held
         blocks = [block for _, run in draft.blocks for block in run]
-        if view.beyond.keys().isdisjoint(blocks) and not self.tiers.has_any(blocks, view.namespace):
+        if view.beyond.has_none_of(blocks) and not self.tiers.has_any(blocks, view.namespace):
             self._pass_on(engine, event)
             return
         view.store(blocks)
@@ -327,7 +269,8 @@ class MergedStreams:
         """
         stored, removed = change.stored, change.removed
         if self._dedup:
-            new = {block for block, _ in stored}.difference(view.beyond).difference(view.device)
+            new = {block for block, _ in stored}.difference(view.device)
+            new -= view.beyond.among(new)
             if len(new) < len(stored):
                 stored = [pair for pair in stored if pair[0] in new]
             gone = self.tiers.without(set(removed).difference(view.device), view.namespace)

@@ -178,6 +178,11 @@ class RouterJoined:
     topic: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The others have had their turn: GoOnLater is done."""
+
+
 EngineInput = (
     StreamAttached
     | EngineDetached
@@ -192,7 +197,7 @@ EngineInput = (
 )
 """What the engines' side takes."""
 TierInput = TierJoined | TierLeft | TierEvents | TierSnapshot | TierSnapshotFailed | TierStreamLost
-Input = EngineInput | TierInput | RouterAsked | RouterJoined
+Input = EngineInput | TierInput | RouterAsked | RouterJoined | GoOn
 
 # ---- effects ---------------------------------------------------------------------------------
 
@@ -313,6 +318,11 @@ class AskSnapshot:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class GoOnLater:
+    """Let others have their turn: blocks of tiers are still to be read or said. Ends in GoOn."""
+
+
 EngineEffect = (
     Publish
     | Subscribe
@@ -325,7 +335,7 @@ EngineEffect = (
     | Learn
 )
 """What the engines' side wants done; `Learn` stays inside."""
-Effect = EngineEffect | PublishConsolidated | Broadcast | AnswerRouter | AskSnapshot
+Effect = EngineEffect | PublishConsolidated | Broadcast | AnswerRouter | AskSnapshot | GoOnLater
 
 # ---- limits and figures ----------------------------------------------------------------------
 
@@ -349,6 +359,8 @@ class ConsolidatorLimits:
     """A stream that falls silent is asked whether we missed its last batch, then less and less
     often. It costs one small message each way."""
     probe_every_max_ms: int = 16_000
+    tier_blocks_max: int = 512
+    """Blocks of tiers that one step reads of a snapshot, or tells of: some 5 µs each, by rank."""
     naming: bool = False
     """Whether to keep what engines say of their blocks, for routers."""
     replay_attempts_max: int = 3
@@ -360,6 +372,7 @@ class ConsolidatorLimits:
         assert min(self.streams_max, self.pending_batches_max, self.replay_attempts_max) > 0, self
         assert 0 < self.probe_after_ms <= self.probe_every_max_ms, self
         assert min(self.orphan_blocks_max, self.orphan_age_ms) >= 0, self
+        assert self.tier_blocks_max > 0, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,40 +1,51 @@
 """The blocks that each tier of this host has, as its events on the bus say.
 
 Each tier is followed by the rule of `kvbm_common/tier/follow.py`: no event is applied behind a gap.
-A snapshot is compared with the blocks known before; the difference is the change. The blocks
-that end with a source's life are a change in parts: a million at once held the loop for a second.
+A snapshot is compared with the blocks known before; the difference is the change. It is read in
+parts, as if it came when its last one is read; what waits for it meanwhile waits on. The blocks
+that it brings, and those that it or the end of a life takes away, are told of in parts, too: a
+million at once held the loop for seconds. Questions are answered as if all of them were told of.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.identity import SequenceHash, hashes_from_hex
+from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
-from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
-from kvbm_connectors.consolidator.core.events import parents_first
+from kvbm_connectors.consolidator.core.block_books import (
+    NOTHING,
+    Blocks,
+    Pairs,
+    listed,
+    pairs_of,
+    parent_in,
+    parents_before_children,
+    parts_of,
+    store_pairs,
+)
 
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 """A source that does not answer is asked less and less often."""
 FORGET_MS = 600_000
 """A source that has left is forgotten after this: no event of it is under way any more."""
-GONE_MAX = 4_096
-"""Blocks of a former life that one step tells of: a microsecond each."""
+TIER_BLOCKS_MAX = 512
+"""Blocks of a snapshot that one step reads, and blocks that one step tells of: some 5 µs
+each, and more for each rank."""
 DROPPED = {
     Verdict.OLD_EPOCH: "tier_duplicate",
     Verdict.DUPLICATE: "tier_duplicate",
     Verdict.FULL: "tier_waiting_full",
 }
 """Verdict → the counter of the events that are dropped for it."""
-
-Blocks = dict[SequenceHash, SequenceHash]
-"""Block → its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +55,7 @@ class Change:
     source: str
     tier: Tier
     namespace: str
-    stored: list[tuple[SequenceHash, SequenceHash]]
-    """Blocks and their parents."""
+    stored: Pairs
     removed: list[SequenceHash]
 
 
@@ -63,23 +73,39 @@ class _Source(Followed[Event]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Going:
-    """What a source had in a namespace, and may have lost."""
+class _Untold:
+    """What a source had in a namespace, or has, and may have lost or gained."""
 
     source: str
     tier: Tier
     namespace: str
-    names: Iterator[SequenceHash]
+    names: Iterator[SequenceHash | None]
+    before: Blocks
+    """What it had until then: listeners know those blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A snapshot that is read in parts."""
+
+    source: _Source
+    reply: SnapshotReply
+    parts: Iterator[tuple[str, Pairs]]
+    blocks: dict[str, Blocks] = field(default_factory=dict)
+    """What was read: namespace → its blocks."""
 
 
 class TierViews:
     """All tier sources of one host."""
 
-    def __init__(self, drops: Counter[str]) -> None:
-        self._drops = drops
+    def __init__(self, drops: Counter[str], blocks_max: int = TIER_BLOCKS_MAX) -> None:
+        """Start without sources; a step reads, or tells of, `blocks_max` blocks."""
+        assert blocks_max > 0, f"steps of {blocks_max} blocks"
+        self._drops, self._blocks_max = drops, blocks_max
         self._sources: dict[str, _Source] = {}
-        self._going: deque[_Going] = deque()
-        """What is still to be told of; questions are answered without it."""
+        self._reading: deque[_Reading] = deque()
+        self._untold: deque[_Untold] = deque()
+        """What is still to be told of."""
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -119,21 +145,46 @@ class TierViews:
     def snapshot(self, reply: SnapshotReply, now_ms: int) -> list[Change]:
         """Replace the blocks of a source by its snapshot, and apply the events that have waited.
 
-        Returns what has changed.
+        Returns what has changed until now. A large one is still to be read: `go_on` does it.
         """
         source = self._sources.get(reply.source)
-        if source is None or not source.landed():
+        is_asked = source is not None and source.asked_at_ms is not None
+        if source is None or not is_asked or any(one.source is source for one in self._reading):
             self._drops["tier_snapshot_unasked"] += 1
             return []
-        if source.state is not FollowState.BEHIND:
+        self._reading.append(_Reading(source, reply, parts_of(reply, self._blocks_max)))
+        return self.go_on(now_ms)
+
+    def _read_on(self, now_ms: int) -> list[Change]:
+        """Read some more of a snapshot; if that was all of it, it lands."""
+        reading = self._reading[0]
+        source, room, is_malformed = reading.source, self._blocks_max, False
+        try:
+            while room > 0:
+                namespace, pairs = next(reading.parts)
+                room -= max(1, len(pairs))
+                book = reading.blocks.setdefault(namespace, BlockLookup())
+                store_pairs(book, pairs)
             return []
+        except StopIteration:
+            self._reading.popleft()
+        except KvbmError:
+            self._reading.popleft()
+            is_malformed = True
+        is_followed = self._sources.get(source.name) is source
+        flew = source.landed()
+        assert flew or not is_followed, f"{source.name}: the question has ended before its answer"
+        if not is_followed or source.state is not FollowState.BEHIND:
+            return []
+        return self._land(reading, now_ms, is_malformed=is_malformed)
+
+    def _land(self, reading: _Reading, now_ms: int, *, is_malformed: bool) -> list[Change]:
+        source, reply = reading.source, reading.reply
         is_lower = reply.epoch < source.epoch and reply.epoch == source.registered_epoch
         if not is_lower and not source.accepts(reply.epoch, reply.seq):
             source.retry_later(now_ms)
             return []
-        try:
-            wanted = _blocks_of(reply)
-        except KvbmError:
+        if is_malformed:
             self._drops["tier_malformed"] += 1
             source.retry_later(now_ms)
             return []
@@ -142,12 +193,13 @@ class TierViews:
             source.fall_behind(now_ms)
         source.restore(reply.epoch, reply.seq, now_ms)
         assert source.epoch == reply.epoch, f"{source.name} is in {source.epoch}, not {reply.epoch}"
-        return self._become(source, wanted) + self._apply_ready(source, now_ms)
+        return self._become(source, reading.blocks) + self._apply_ready(source, now_ms)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
         """Note that a source did not answer, so that it is asked again later."""
         source = self._sources.get(name)
-        if source is not None and source.landed():
+        is_read = any(one.source is source for one in self._reading)
+        if source is not None and not is_read and source.landed():
             source.retry_later(now_ms)
 
     def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
@@ -176,25 +228,35 @@ class TierViews:
 
     @property
     def is_going_on(self) -> bool:
-        """Whether `go_on` has more to tell."""
-        return bool(self._going)
+        """Whether `go_on` has more to read, or to tell."""
+        return bool(self._reading or self._untold)
 
-    def go_on(self) -> list[Change]:
-        """Tell of some more blocks that sources have lost, and have not got back since."""
+    def go_on(self, now_ms: int) -> list[Change]:
+        """Read some more of a snapshot, or tell of some more blocks that sources have lost or
+        gained, and have still lost or gained."""
+        return self._read_on(now_ms) if self._reading else self._tell()
+
+    def _tell(self) -> list[Change]:
         changes: list[Change] = []
-        left = GONE_MAX
-        while self._going and left:
-            going = self._going[0]
-            names = list(islice(going.names, left))
-            left -= len(names)
-            if left:
-                self._going.popleft()
-            source = self._sources.get(going.source)
-            has = source.blocks.get(going.namespace, {}) if source is not None else {}
-            gone = [name for name in names if name not in has]
-            if gone:
-                changes.append(Change(going.source, going.tier, going.namespace, [], gone))
-        assert sum(len(change.removed) for change in changes) <= GONE_MAX, "too many for a step"
+        left = self._blocks_max
+        while self._untold and left:
+            untold = self._untold[0]
+            looked_at = list(islice(untold.names, left))
+            if len(looked_at) < left:
+                self._untold.popleft()
+            left -= len(looked_at)
+            names = [name for name in looked_at if name is not None]
+            source = self._sources.get(untold.source)
+            has = NOTHING if source is None else source.blocks.get(untold.namespace, NOTHING)
+            parents = has.get_all(names)
+            known = zip(names, parents, strict=True)
+            new = [(n, p) for n, p in known if p is not None and n not in untold.before]
+            gone = [n for n, p in zip(names, parents, strict=True) if p is None]
+            gone = [name for name in gone if name in untold.before]
+            if new or gone:
+                changes.append(Change(untold.source, untold.tier, untold.namespace, new, gone))
+        told = sum(len(change.stored) + len(change.removed) for change in changes)
+        assert told <= self._blocks_max, f"{told} blocks in a step"
         return changes
 
     @property
@@ -220,35 +282,42 @@ class TierViews:
     def holding(self, block: SequenceHash, namespace: str) -> Iterable[Tier]:
         """Yield the tiers that have a block."""
         for source in self._sources.values():
-            if block in source.blocks.get(namespace, ()):
+            if block in source.blocks.get(namespace, NOTHING):
                 yield source.tier
 
-    def has_any(self, blocks: Iterable[SequenceHash], namespace: str) -> bool:
+    def has_any(self, blocks: Collection[SequenceHash], namespace: str) -> bool:
         """Return whether some tier has one of these blocks."""
         return not all(
-            source.blocks.get(namespace, {}).keys().isdisjoint(blocks)
+            source.blocks.get(namespace, NOTHING).has_none_of(blocks)
             for source in self._sources.values()
         )
 
     def without(self, blocks: set[SequenceHash], namespace: str) -> set[SequenceHash]:
         """Return those of these blocks that no tier has."""
         for source in self._sources.values():
-            blocks = blocks.difference(source.blocks.get(namespace, ()))
+            blocks = blocks - source.blocks.get(namespace, NOTHING).among(blocks)
         return blocks
 
     def parent_of(self, block: SequenceHash, namespace: str) -> SequenceHash:
         """Return the parent of a block that some tier has."""
-        books = (source.blocks.get(namespace, {}) for source in self._sources.values())
-        found = next((book[block] for book in books if block in book), None)
+        found = parent_in(self._books(namespace), block)
         assert found is not None, f"no tier has {block.hex()}"
         return found
 
-    def blocks(self, namespace: str) -> Blocks:
-        """Return every block of a namespace that some tier has, those of earlier sources first."""
-        found: Blocks = {}
-        for source in self._sources.values():
-            found |= source.blocks.get(namespace, {})
-        return found
+    def blocks(self, namespace: str) -> Iterator[SequenceHash | None]:
+        """Yield every block of a namespace that some tier has, behind its parent, and None now and
+        then. Blocks may come and leave meanwhile."""
+        return parents_before_children(self._books(namespace))
+
+    def held_of(self, blocks: Iterable[SequenceHash | None], namespace: str) -> Pairs:
+        """Return those of these blocks that some tier has, each with its parent."""
+        books = self._books(namespace)
+        found = ((block, parent_in(books, block)) for block in blocks if block is not None)
+        return [(block, parent) for block, parent in found if parent is not None]
+
+    def _books(self, namespace: str) -> list[Blocks]:
+        books = (source.blocks.get(namespace) for source in self._sources.values())
+        return [book for book in books if book is not None]
 
     @property
     def block_count(self) -> int:
@@ -294,47 +363,26 @@ class TierViews:
             case Cleared():
                 return self._become(source, {})
             case Stored():
-                blocks = source.blocks.setdefault(event.namespace, {})
+                blocks = source.blocks.setdefault(event.namespace, BlockLookup())
                 new = pairs_of(event.runs)
-                if not blocks.keys().isdisjoint([block for block, _ in new]):
+                if not blocks.has_none_of([name for name, _ in new]):
                     new = [pair for pair in new if pair[0] not in blocks]
-                blocks.update(new)
+                store_pairs(blocks, new)
                 return [Change(source.name, source.tier, event.namespace, new, [])]
             case Removed():
-                blocks = source.blocks.setdefault(event.namespace, {})
+                blocks = source.blocks.setdefault(event.namespace, BlockLookup())
                 hashes = hashes_from_hex(event.hashes)
-                gone = [block for block in hashes if blocks.pop(block, None) is not None]
+                found = zip(hashes, blocks.pop_all(hashes), strict=True)
+                gone = [name for name, parent in found if parent is not None]
                 return [Change(source.name, source.tier, event.namespace, [], gone)]
 
     def _become(self, source: _Source, wanted: dict[str, Blocks]) -> list[Change]:
-        """Replace the blocks of a source; returns what differs from before, but some losses only:
-        `go_on` has the rest."""
+        """Replace the blocks of a source; returns some of what differs from before: `go_on` has
+        the rest."""
         assert self._sources.get(source.name) is source, f"{source.name} is followed no more"
         before, source.blocks = source.blocks, wanted
-        changes: list[Change] = []
         for namespace in before.keys() | wanted.keys():
-            had, has = before.get(namespace, {}), wanted.get(namespace, {})
-            order = parents_first(has, has.get)
-            new = [(block, has[block]) for block in order if block not in had]
-            if new:
-                changes.append(Change(source.name, source.tier, namespace, new, []))
-            if had:
-                self._going.append(_Going(source.name, source.tier, namespace, iter(had)))
-        return changes + (self.go_on() if before else [])
-
-
-def _blocks_of(reply: SnapshotReply) -> dict[str, Blocks]:
-    blocks: dict[str, Blocks] = {}
-    for part in reply.parts:
-        blocks.setdefault(part.namespace, {}).update(pairs_of(part.runs))
-    return blocks
-
-
-def pairs_of(runs: Iterable[Run]) -> list[tuple[SequenceHash, SequenceHash]]:
-    """Return the blocks of these runs, with their parents; raises IdentityError."""
-    pairs: list[tuple[SequenceHash, SequenceHash]] = []
-    for run in runs:
-        hashes = hashes_from_hex(run.hashes)
-        # Not strict: an empty run has a parent, and no block.
-        pairs += zip(hashes, [hash_from_hex(run.parent), *hashes[:-1]], strict=False)
-    return pairs
+            had, has = before.get(namespace, NOTHING), wanted.get(namespace, NOTHING)
+            for names in (parents_before_children([has]), listed(had)):
+                self._untold.append(_Untold(source.name, source.tier, namespace, names, had))
+        return self._tell() if before or wanted else []

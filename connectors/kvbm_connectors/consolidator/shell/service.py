@@ -45,6 +45,7 @@ from kvbm_connectors.consolidator.core.messages import (
     Effect,
     EngineDetached,
     EngineLeft,
+    GoOnLater,
     Input,
     Learn,
     Publish,
@@ -268,6 +269,8 @@ class ConsolidatorShell:
                 self.routers.answer(effect)
             case AskSnapshot(source):
                 return self._feed.ask(source)
+            case GoOnLater():
+                return self._feed.go_on()
             case Learn():
                 raise AssertionError("it stays inside the core")
             case _:

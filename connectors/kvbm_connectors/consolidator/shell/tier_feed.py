@@ -21,6 +21,7 @@ from kvbm_common.wire.packed_events import events_on
 from kvbm_common.wire.verbs import SnapshotRequest, verb_subject
 
 from kvbm_connectors.consolidator.core.messages import (
+    GoOn,
     Input,
     TierEvents,
     TierJoined,
@@ -88,6 +89,11 @@ class TierFeed:
         if (reply.host, reply.source) != (self._context.host, source):
             return TierSnapshotFailed(source)
         return TierSnapshot(reply)
+
+    async def go_on(self) -> Input:
+        """Let others have their turn, then have the core read and say more of the tiers."""
+        await asyncio.sleep(0)
+        return GoOn()
 
     def _changed(self, event: RegistryEvent) -> None:
         record = event.record

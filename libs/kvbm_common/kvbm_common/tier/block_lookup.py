@@ -143,6 +143,11 @@ class BlockLookup(Generic[T]):
         assert len(parts) == PARTS, f"divided in {len(parts)} parts"
         return [parts[block[-1]].pop(block, None) for block in blocks]
 
+    @property
+    def part_count(self) -> int:
+        """How many parts there are: one until it is divided."""
+        return len(self._parts)
+
     def part(self, number: int) -> Set[bytes]:
         """Return the blocks of a part: all of a table that is not divided."""
         assert 0 <= number < len(self._parts), f"part {number} of {len(self._parts)}"

@@ -266,6 +266,33 @@ def test_an_engine_that_comes_hears_what_the_tiers_have() -> None:
     assert harness.whole.consolidated.snapshot("nobody") is None
 
 
+def test_no_step_says_more_than_some_blocks_of_tiers() -> None:
+    """Goal: a million blocks hold up no engine. A step reads four, or says four.
+
+    1. A tier with thirty blocks answers. 2. An engine clears its stream, and hears all again. 3.
+    The tier leaves.
+    """
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach()
+    host = TierModel(harness, "host")
+    names = [NAMESPACE.root, *(SequenceHash(number.to_bytes(16, "big")) for number in range(1, 31))]
+    host.store(*names[1:], lose=True)
+    harness.send(TierStreamLost(host.source))
+    host.answer()
+    assert harness.consolidated.blocks() == set(names[1:])
+    harness.batch(0, stored(PROMPT))
+    harness.batch(1, AllBlocksCleared())
+    assert harness.consolidated.blocks() == set(names[1:])
+    harness.send(TierLeft(host.source, 1))
+    assert harness.consolidated.blocks() == set()
+    said = [one for one in harness.consolidated.events if isinstance(one, (Stored, Removed))]
+    counts = [
+        len(one.hashes) if isinstance(one, Removed) else sum(len(run.hashes) for run in one.runs)
+        for one in said
+    ]
+    assert (sum(counts), max(counts)) == (3 + 90, 4)
+
+
 def test_tiers_are_heard_for_every_kv_group_before_the_device_has_a_block_of_it(
     harness: Harness,
 ) -> None:
@@ -651,8 +678,9 @@ ACTIONS = st.lists(
 class World:
     """An engine, a host tier and a disk tier, and what they truly hold."""
 
-    def __init__(self, *, dedup: bool) -> None:
-        self.harness = Harness(ConsolidatorLimits(lost_after_ms=10**9), dedup=dedup)
+    def __init__(self, *, dedup: bool, tier_blocks_max: int) -> None:
+        limits = ConsolidatorLimits(lost_after_ms=10**9, tier_blocks_max=tier_blocks_max)
+        self.harness = Harness(limits, dedup=dedup)
         self.harness.attach()
         self.device = Device()
         self.host = TierModel(self.harness, "host")
@@ -720,14 +748,14 @@ class World:
 
 
 @settings(max_examples=100, deadline=None)
-@given(ACTIONS, st.booleans())
+@given(ACTIONS, st.booleans(), st.sampled_from([1, 3, 512]))
 def test_the_stream_is_the_union_of_the_tiers(
-    actions: list[tuple[str, tuple[int, ...] | int | None]], dedup: bool
+    actions: list[tuple[str, tuple[int, ...] | int | None]], dedup: bool, tier_blocks_max: int
 ) -> None:
     """Goal: after any history, with events of tiers lost and engines restarted, a reader of the
     consolidated stream believes exactly what device and tiers hold; routers, early and late,
     believe the named part of it. Method: the model acts, then everybody is asked once more."""
-    world = World(dedup=dedup)
+    world = World(dedup=dedup, tier_blocks_max=tier_blocks_max)
     for name, argument in actions:
         world.act(name, argument)
     world.lose_stream()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -11,13 +12,13 @@ from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.events import Event, Run
 from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_connectors.consolidator.core.block_books import pairs_of
 from kvbm_connectors.consolidator.core.tier_views import (
     FORGET_MS,
-    GONE_MAX,
     LIMITS,
+    TIER_BLOCKS_MAX,
     Change,
     TierViews,
-    pairs_of,
 )
 
 from tests.libs.lost_events import Follower, Move, plays
@@ -152,6 +153,8 @@ def test_what_waits_for_a_snapshot_is_bounded() -> None:
     assert following.views.ask(LIMITS.retry_ms) == [DISK]
     whole = snapshot(disk, *range(1, LIMITS.waiting_max + 5))
     following.change(following.views.snapshot(whole, LIMITS.retry_ms))
+    while following.views.is_going_on:
+        following.change(following.views.go_on(LIMITS.retry_ms))
     assert len(following.held) == LIMITS.waiting_max + 4
     assert (following.views.behind_count, following.drops["tier_gap"]) == (0, 1)
 
@@ -331,7 +334,7 @@ def test_what_a_life_had_is_told_in_parts() -> None:
     """1. A tier with many blocks begins another life: it has none. 2. No step tells of more than
     some. 3. What it has again meanwhile is not told of.
     """
-    count = 3 * GONE_MAX
+    count = 3 * TIER_BLOCKS_MAX
     views, first, second = TierViews(Counter()), announcer(1), announcer(2)
     views.take(first.cleared("start"), 0)
     for event in first.stored([block(number) for number in range(count)]):
@@ -342,9 +345,9 @@ def test_what_a_life_had_is_told_in_parts() -> None:
     back = count - 1
     views.take(stored(second, back), 2)
     while views.is_going_on:
-        parts.append(views.go_on())
+        parts.append(views.go_on(2))
     gone = [name for part in parts for change in part for name in change.removed]
-    assert max(sum(len(change.removed) for change in part) for part in parts) == GONE_MAX
+    assert max(sum(len(change.removed) for change in part) for part in parts) == TIER_BLOCKS_MAX
     assert sorted(gone) == sorted(block(number).hash for number in range(count - 1))
     assert len(parts) >= 3
 
@@ -353,40 +356,51 @@ def test_what_a_life_had_is_told_in_parts() -> None:
 
 
 class Viewer(Follower):
-    """The views of a consolidator with one disk tier."""
+    """The views of a consolidator with one disk tier, and what their changes add up to."""
 
-    def __init__(self) -> None:
-        self.views = TierViews(Counter())
+    def __init__(self, blocks_max: int = TIER_BLOCKS_MAX) -> None:
+        self.views = TierViews(Counter(), blocks_max)
+        self.told: set[SequenceHash] = set()
         super().__init__()
 
     def hear(self, event: Event) -> None:
-        self.views.take(event, self.now_ms)
-        self.ask()
+        self.note(self.views.take(event, self.now_ms) + self.views.go_on(self.now_ms))
 
     def lose(self) -> None:
         self.views.stream_lost(DISK, self.now_ms)
-        self.ask()
+        self.note([])
 
     def land(self, answer: SnapshotReply) -> None:
-        self.views.snapshot(answer, self.now_ms)
-        self.ask()
+        self.note(self.views.snapshot(answer, self.now_ms))
 
     def leave(self) -> None:
-        self.views.left(DISK, self.epoch, self.now_ms)
+        self.note(self.views.left(DISK, self.epoch, self.now_ms))
 
     def join(self) -> None:
-        self.views.joined(DISK, "disk", self.epoch, self.now_ms)
-        self.ask()
+        self.note(self.views.joined(DISK, "disk", self.epoch, self.now_ms))
 
     def wait(self) -> None:
         self.now_ms += 1_000
+        while self.views.is_going_on:
+            self.note(self.views.go_on(self.now_ms))
+        self.note([])
+
+    def note(self, changes: list[Change]) -> None:
+        """Add up changes, and note a question that is due."""
+        for change in changes:
+            self.told.update(name for name, _ in change.stored)
+            self.told.difference_update(change.removed)
         self.ask()
 
     def is_current(self) -> bool:
         return self.views.is_current
 
     def held(self) -> set[SequenceHash]:
-        return set(self.views.blocks(NAMESPACE.hex()))
+        while self.views.is_going_on:
+            self.note(self.views.go_on(self.now_ms))
+        held = {name for name in self.views.blocks(NAMESPACE.hex()) if name is not None}
+        assert self.told == held, "what the changes add up to"
+        return held
 
     def ask(self) -> None:
         """Note a question that is due, and check the views."""
@@ -406,6 +420,51 @@ def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
     """
     for moves in plays(MOVES, 4):
         Viewer().play(moves)
+
+
+def test_snapshots_that_are_read_block_by_block_mend_as_much() -> None:
+    """A step reads one block of a snapshot, or tells of one; an event comes after each."""
+    for moves in plays([*MOVES, "clear waits", "life waits"], 4):
+        Viewer(1).play(moves)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_snapshot_that_is_read_in_parts_is_one_that_came_late(seed: int) -> None:
+    """Goal: the same blocks as of a snapshot that is read at once, when its last part is read.
+
+    Between the parts the tier stores and drops blocks; its events wait, and come in their order.
+    """
+    rng, disk = random.Random(seed), announcer()
+    parts_of_it, at_once = Viewer(rng.randint(1, 4)), Viewer()
+    there = set(rng.sample(range(1, 30), 12))
+    first: list[Event] = [
+        disk.cleared("start"),
+        *disk.stored([block(number) for number in sorted(there)]),
+    ]
+    for viewer in (parts_of_it, at_once):
+        for event in first:
+            viewer.hear(event)
+        viewer.views.stream_lost(DISK, 0)
+        viewer.views.ask(0)
+    lost = set(rng.sample(range(30, 60), 5))
+    disk.stored([block(number) for number in lost])
+    there = {number for number in there | lost if rng.random() < 0.7}
+    answer = snapshot(disk, *there)
+    parts_of_it.note(parts_of_it.views.snapshot(answer, 1))
+    events: list[Event] = []
+    while parts_of_it.views.is_going_on:
+        number = rng.randint(1, 60)
+        if number in there:
+            events += disk.removed([block(number)], "evicted")
+        else:
+            events += disk.stored([block(number)])
+        there ^= {number}
+        parts_of_it.hear(events[-1])
+    for event in events:
+        at_once.hear(event)
+    at_once.note(at_once.views.snapshot(answer, 1))
+    assert parts_of_it.held() == at_once.held() == {block(number).hash for number in there}
+    assert parts_of_it.is_current()
 
 
 def test_a_clear_or_a_life_from_before_a_loss_does_not_hide_it() -> None:

@@ -1,0 +1,80 @@
+"""Books of blocks: large tables that change while they are told of, a part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.block_lookup import BlockLookup
+from kvbm_common.wire.events import Run
+from kvbm_common.wire.verbs import SnapshotReply
+
+LOOKS_PER_BLOCK = 8
+"""Blocks that are looked at in the time that it takes to tell of one."""
+Blocks = BlockLookup[SequenceHash]
+"""Block → its parent."""
+Pairs = list[tuple[SequenceHash, SequenceHash]]
+"""Blocks, each with its parent."""
+NOTHING: Blocks = BlockLookup()
+
+
+def store_pairs(book: Blocks, pairs: Pairs) -> None:
+    """Note blocks with their parents."""
+    book.set_each([name for name, _ in pairs], [parent for _, parent in pairs])
+    assert not pairs or pairs[-1][0] in book, f"{len(pairs)} blocks are not in their book"
+
+
+def listed(book: Blocks) -> Iterator[SequenceHash]:
+    """Yield the blocks of a book that changes meanwhile: each part as it is when it is reached."""
+    for number in range(book.part_count):
+        yield from map(SequenceHash, list(book.part(number)))
+
+
+def parents_before_children(books: Sequence[Blocks]) -> Iterator[SequenceHash | None]:
+    """Yield every block of some books once, each behind its parent if that is in one of them.
+
+    Dynamo's router refuses a block before its parent. None stands for some that were looked at
+    again: at the end nearly all have been yielded.
+    """
+    done: BlockLookup[bool] = BlockLookup()
+    for book in books:
+        for looks, name in enumerate(listed(book), start=1):
+            if not looks % LOOKS_PER_BLOCK:
+                yield None
+            chain: list[SequenceHash] = []
+            at: SequenceHash | None = name
+            while at is not None and at not in done:
+                parent = parent_in(books, at)
+                if parent is not None:
+                    done.set((at,), True)
+                    chain.append(at)
+                at = parent
+            yield from reversed(chain)
+
+
+def parent_in(books: Iterable[Blocks], name: SequenceHash) -> SequenceHash | None:
+    """Return the parent of a block that is in one of these books; None: it is in none."""
+    return next((parent for book in books if (parent := book.get(name)) is not None), None)
+
+
+def parts_of(reply: SnapshotReply, blocks_max: int) -> Iterator[tuple[str, Pairs]]:
+    """Yield the namespaces of a snapshot, each with some blocks; raises IdentityError."""
+    assert blocks_max > 0, f"parts of {blocks_max} blocks"
+    for part in reply.parts:
+        yield part.namespace, []
+        for run in part.runs:
+            parent = run.parent
+            for start in range(0, len(run.hashes), blocks_max):
+                hashes = run.hashes[start : start + blocks_max]
+                yield part.namespace, pairs_of([Run(parent=parent, hashes=hashes)])
+                parent = hashes[-1]
+
+
+def pairs_of(runs: Iterable[Run]) -> Pairs:
+    """Return the blocks of these runs, with their parents; raises IdentityError."""
+    pairs: Pairs = []
+    for run in runs:
+        hashes = hashes_from_hex(run.hashes)
+        # Not strict: an empty run has a parent, and no block.
+        pairs += zip(hashes, [hash_from_hex(run.parent), *hashes[:-1]], strict=False)
+    return pairs
