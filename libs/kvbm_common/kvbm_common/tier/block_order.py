@@ -115,7 +115,12 @@ class BlockOrder(Generic[T]):
         run = self._run_of.pop(block)
         if run is None:
             return False
-        if run is self._open or 2 * run.left <= len(run.names) + 1:
+        if run is self._open and run.left > 1 and run.names[-1] == block:
+            run.names = run.names[:-1]  # It came, and leaves at once: others may still join.
+            run.left -= 1
+            self._count -= 1
+            assert run.left == len(run.names), f"{run.left} of {len(run.names)} are left"
+        elif run is self._open or 2 * run.left <= len(run.names) + 1:
             self._leave(run, 1)
         else:  # As a rule, and in half of the time.
             run.left -= 1
