@@ -28,6 +28,7 @@ from kvbm_common.wire import (
     verbs,
 )
 from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
+from kvbm_common.wire.local_fields import Adapter
 from kvbm_common.wire.session_hint import SessionHint
 from kvbm_common.wire.tier_stats import SizeStats, TenantStats, WorkerStats
 from msgspec.structs import replace
@@ -364,6 +365,12 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
         deadline_ms=2_000,
         prefill=PrefillCost(250_000, 1_500, 48, 300, 120, 8_000, 2_048),
     ),
+    "lookup_only_asks": local.Lookup(
+        **_engine(lookup=5, namespace=DIGEST, hashes=PACKED),
+        lease_ms=10_000,
+        deadline_ms=2_000,
+        only_asks=True,
+    ),
     "lookup_groups": local.Lookup(
         **_engine(lookup=5, namespace=DIGEST, hashes=PACKED + PACKED[::-1]),
         lease_ms=10_000,
@@ -455,6 +462,9 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         block_bytes=2_097_152,
         part_sums=pack_sums([2, 3, 4, 2**64 - 1]),
     ),
+    "found_usable": local.Found(
+        lookup=5, epoch=EPOCH, lease=0, slots=[], checksums=[], block_bytes=0, usable=2
+    ),
     "found_groups": local.Found(
         lookup=5,
         epoch=EPOCH,
@@ -473,7 +483,7 @@ TO_CONSOLIDATOR: Mapping[str, local.ToConsolidator] = {
         **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),
         replay_endpoint="ipc:///run/kvbm/sim-0-replay.sock",
         generation="0123456789abcdef",
-        adapters=[local.Adapter(id=1, name="sql", content="00112233445566778899aabbccddeeff")],
+        adapters=[Adapter(id=1, name="sql", content="00112233445566778899aabbccddeeff")],
     ),
     "attach_groups": local.Attach(
         **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),

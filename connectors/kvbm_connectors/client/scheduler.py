@@ -21,7 +21,6 @@ from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun, indispensable
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import (
-    Adapter,
     Attach,
     Attached,
     Beat,
@@ -40,6 +39,7 @@ from kvbm_common.wire.local import (
     to_consolidator,
     to_host_tier,
 )
+from kvbm_common.wire.local_fields import Adapter
 from kvbm_common.wire.session_hint import Action
 
 from kvbm_connectors.client.link import Link, LinkState
@@ -226,6 +226,7 @@ class SchedulerHalf:
         hurry: bool = True,
         groups: Sequence[GroupRun] = (),
         prefill: PrefillCost | None = None,
+        only_asks: bool = False,
     ) -> Hit | None:
         """See ConnectorCore.lookup.
 
@@ -239,7 +240,7 @@ class SchedulerHalf:
             is_absent = self._filter.denies_any(indispensable(groups, hashes))
             hit, effects = self._core.lookup(
                 request, hashes, _now_ms(), onboard_deadline_ms=onboard_deadline_ms, origin=origin,
-                groups=groups, is_absent=is_absent, prefill=prefill,
+                groups=groups, is_absent=is_absent, prefill=prefill, only_asks=only_asks,
             )  # fmt: skip
         self._carry_out(effects, hurry=hurry)
         return hit

@@ -12,10 +12,14 @@ from kvbm_common.wire.local import Found
 from kvbm_connectors.core.messages import Hit, LoadResult
 
 
-def is_sound(found: Found, asked: int, groups: Sequence[GroupRun] = ()) -> bool:
+def is_sound(
+    found: Found, asked: int, groups: Sequence[GroupRun] = (), *, only_asks: bool = False
+) -> bool:
     """Tell whether an answer fits the question and itself: a load is made of it as it stands."""
     assert asked > 0, f"lookup {found.lookup} asked for nothing"
     count = len(found.slots)
+    if found.usable and (count or not only_asks or found.usable > asked):
+        return False
     if not _are_boundaries(found, groups) or (groups and count != _needed(groups, found.boundary)):
         return False
     if not count == len(found.checksums) <= asked:
@@ -77,7 +81,7 @@ def hit_of(found: Found) -> Hit:
     """Return what the engine learns of an answer."""
     disk = len(found.disk_blocks) + len(found.object_blocks)
     remote = len(found.remote_blocks)
-    blocks = len(found.slots)
+    blocks = len(found.slots) or found.usable
     assert disk + remote <= blocks, f"lookup {found.lookup}: {disk} + {remote} of {blocks} blocks"
     return Hit(
         blocks, blocks - disk - remote, disk, remote, found.reason, found.boundary, found.shared

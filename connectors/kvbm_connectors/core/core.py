@@ -139,6 +139,7 @@ class ConnectorCore:
         groups: Sequence[GroupRun] = (),
         is_absent: bool | None = None,
         prefill: PrefillCost | None = None,
+        only_asks: bool = False,
     ) -> tuple[Hit | None, list[Effect]]:
         """Return which run of these blocks can be onboarded; None: ask again.
 
@@ -147,7 +148,8 @@ class ConnectorCore:
         for the answer. `origin` is what only serves to explain and to trace. Of a model with
         several KV groups, `groups` says how `hashes` is cut into them. `is_absent`: the filter of
         this life says that nothing can be found, so that nothing is asked; None: it says nothing.
-        `prefill` is what computing takes, to which the host tier compares loads.
+        `prefill` is what computing takes, to which the host tier compares loads. `only_asks`: the
+        blocks are not taken, so that nothing is counted or leased.
         """
         hit = self._lookups.lookup(
             request,
@@ -158,6 +160,7 @@ class ConnectorCore:
             groups=groups,
             is_absent=is_absent,
             prefill=prefill,
+            only_asks=only_asks,
         )
         assert hit is None or hit.blocks <= len(hashes), self.story(request)
         return hit, self._outbox.drain()

@@ -88,6 +88,7 @@ class Lookups:
         groups: Sequence[GroupRun] = (),
         is_absent: bool | None = None,
         prefill: PrefillCost | None = None,
+        only_asks: bool = False,
     ) -> Hit | None:
         """Return the hit of a request that has its answer; None: ask again."""
         assert request, "a lookup without a request"
@@ -100,13 +101,15 @@ class Lookups:
             lookup = None
         if lookup is None:
             return self._ask(
-                request, hashes, now_ms, onboard_deadline_ms, origin, groups, is_absent, prefill
-            )
+                request, hashes, now_ms, onboard_deadline_ms, origin, groups, is_absent, prefill,
+                only_asks=only_asks,
+            )  # fmt: skip
         if lookup.state is LookupState.ASKED:
             if now_ms < lookup.answer_by_ms:
                 return None
             self._counts["lookups_unanswered"] += 1
-            self._tell(request, lookup.number, "no_answer", len(lookup.asked))
+            if not lookup.only_asks:
+                self._tell(request, lookup.number, "no_answer", len(lookup.asked))
             self._move(request, "no answer")
             return Hit(0, reason="no_answer")
         assert lookup.found is not None, self.story(request)
@@ -127,6 +130,8 @@ class Lookups:
         groups: Sequence[GroupRun],
         is_absent: bool | None,
         prefill: PrefillCost | None,
+        *,
+        only_asks: bool,
     ) -> Hit | None:
         if refusal := self._attachment.refusal:
             self._counts["lookups_passed_through"] += 1
@@ -143,7 +148,7 @@ class Lookups:
         assert avoided >= 0, f"{request} asks for {len(wanted)} of {fitting} blocks"
         self._counts["avoided_blocks"] += avoided
         if not wanted:
-            if hashes:
+            if hashes and not only_asks:
                 self._tell(request, 0, "avoided", avoided)
             return Hit(0, reason="avoided" if hashes else "")
         number, lease_ms = self._outbox.new_id(), onboard_deadline_ms + self._limits.lease_ms
@@ -158,17 +163,18 @@ class Lookups:
             state=LOOKUP.next(None, "filter says no" if is_absent else "asked"),
             groups=tuple(groups),
             is_hoped_for=is_absent is False,
+            only_asks=only_asks,
         )
         self._counts["lookups"] += 1
-        name = request if self._attachment.explains else ""
+        name = request if self._attachment.explains and not only_asks else ""
         if is_absent:
             self._counts["lookups_at_once"] += 1
             lookup.found = nothing(number, self._attachment.epoch, "not_stored")
             self._begin(request, lookup, "filter says no")
-            is_kept = self._outbox.miss(
+            is_told = only_asks or self._outbox.miss(
                 number, lookup.asked, avoided=avoided, request=name, origin=origin, groups=groups
             )
-            self._counts["misses_not_told"] += not is_kept
+            self._counts["misses_not_told"] += not is_told
             return hit_of(lookup.found)
         self._begin(request, lookup, "asked")
         self._outbox.ask(
@@ -181,6 +187,7 @@ class Lookups:
             origin=origin,
             groups=groups,
             prefill=prefill,
+            only_asks=only_asks,
         )
         return None
 
@@ -206,7 +213,7 @@ class Lookups:
         elif request is None or lookup is None:
             self._counts["answers_unwanted"] += 1
             self._give_back(found.lease)
-        elif not is_sound(found, len(lookup.asked), lookup.groups):
+        elif not is_sound(found, len(lookup.asked), lookup.groups, only_asks=lookup.only_asks):
             self._counts["answers_malformed"] += 1
             self._tell(request, found.lookup, "malformed", len(found.slots))
             self._give_back(found.lease)
@@ -221,7 +228,7 @@ class Lookups:
         else:
             lookup.found = found
             self._move(request, "found")
-            if lookup.is_hoped_for and not found.slots:
+            if lookup.is_hoped_for and not (found.slots or found.usable):
                 self._counts["lookups_in_vain"] += 1
                 self._outbox.asked_in_vain()
 

@@ -68,6 +68,8 @@ class OpenLookup:
     """How `asked` is cut into KV groups, where there are several."""
     is_hoped_for: bool = False
     """The filter says that the first block may be there."""
+    only_asks: bool = False
+    """Nothing is to be loaded by it."""
 
     def names_of(self, found: Found) -> tuple[SequenceHash, ...]:
         """Return the names of the blocks of an answer, in the order of their slots."""

@@ -96,6 +96,7 @@ class Outbox:
         origin: Origin,
         groups: Sequence[GroupRun] = (),
         prefill: PrefillCost | None = None,
+        only_asks: bool = False,
     ) -> None:
         """Ask the host tier for a run; an empty `request` keeps the question unexplained."""
         assert wanted, f"lookup {lookup} asks for nothing"
@@ -117,6 +118,7 @@ class Outbox:
             parent=origin.parent,
             groups=list(groups),
             prefill=prefill,
+            only_asks=only_asks,
         )
         self._effects.append(ToHost(message))
 

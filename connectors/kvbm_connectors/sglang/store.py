@@ -44,10 +44,11 @@ SLOW_LOAD_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A lookup that `find` has made, with its lease."""
+    """A lookup that `find` has made, with its lease, or one that only asks."""
 
     request: str
     names: tuple[SequenceHash, ...]
+    only_asks: bool = False
 
 
 class Store:
@@ -182,7 +183,7 @@ class Store:
             return False
         held = self._take_held(names) or Held(self._new_request(), names)
         self._hold(held)
-        return scheduler.lookup(held.request, held.names, hurry=False) is None
+        return self._look_up(held, hurry=False) is None
 
     def present(
         self, names: Sequence[SequenceHash], window: int = 1, *, every: bool = True
@@ -190,8 +191,8 @@ class Store:
         """Return, for each of these pages, whether it can be loaded now.
 
         With `every`, the host tier is asked about each page that the committed table does not
-        list. Without, only about pages that could make the prefix longer, last first: a question
-        that finds nothing counts as a miss.
+        list. Without, only about pages that could make the prefix longer, last first. Questions
+        count for no hit rate; where no prefix has its part, its last page counts as missed.
         """
         assert window > 0, f"a window of {window} pages"
         if not names:
@@ -207,16 +208,25 @@ class Store:
                 break
             begin = max(0, end - PRESENT_MAX, longest - window + 1)
             self._ask_each(names, [n for n in range(begin, end) if not found[n]], found)
+        if not trailing_lengths(found, window):
+            self._miss(names[-1])
         return found
+
+    def _miss(self, name: SequenceHash) -> None:
+        """Have a page counted and explained that was asked about in vain; no answer is awaited."""
+        missed = Held(self._new_request(), (name,))
+        with self._changed:
+            self._look_up(missed, hurry=False)
+            self._give_back(missed)
 
     def _ask_each(
         self, names: Sequence[SequenceHash], asked: Sequence[int], found: list[bool]
     ) -> None:
         """Look these pages up one by one, and note those that can be had."""
-        part = {index: Held(self._new_request(), (names[index],)) for index in asked}
+        part = {i: Held(self._new_request(), (names[i],), only_asks=True) for i in asked}
         with self._changed:
             for held in part.values():
-                self._scheduler.lookup(held.request, held.names)
+                self._look_up(held)
             for index, held in part.items():
                 found[index] = self._answer(held).blocks > 0
                 self._give_back(held)
@@ -226,7 +236,7 @@ class Store:
         all of them, or a new one. One without a page is given back."""
         held = self._take_held(names)
         if held is not None:
-            at_once = self._scheduler.lookup(held.request, held.names)
+            at_once = self._look_up(held)
             hit = at_once or self._answer(held)
             if hit.blocks >= len(names):
                 return held, len(names)
@@ -242,15 +252,21 @@ class Store:
     def _new_request(self) -> str:
         return f"{next(self._numbers)}"
 
+    def _look_up(self, held: Held, *, hurry: bool = True) -> Hit | None:
+        """Ask, or ask again; None: there is no answer yet."""
+        return self._scheduler.lookup(
+            held.request, held.names, hurry=hurry, only_asks=held.only_asks
+        )
+
     def _answer(self, held: Held) -> Hit:
         """Ask until there is an answer: the core says no when its deadline has passed."""
-        if (hit := self._scheduler.lookup(held.request, held.names)) is None:
+        if (hit := self._look_up(held)) is None:
             self._scheduler.nudge()
         while hit is None:
             if self._closed:
                 return Hit(0, reason="closed")
             self._changed.wait(POLL_S)
-            hit = self._scheduler.lookup(held.request, held.names)
+            hit = self._look_up(held)
         return hit
 
     def _hold(self, held: Held) -> None:
@@ -332,7 +348,7 @@ class Store:
     def _is_committed(self, name: SequenceHash) -> bool:
         """Return whether a page is committed. Our confirmation went ahead on the same socket, so
         the answer comes after the commit."""
-        held = Held(self._new_request(), (name,))
+        held = Held(self._new_request(), (name,), only_asks=True)
         with self._changed:
             hit = self._answer(held)
             self._give_back(held)

@@ -32,7 +32,7 @@ from typing import Any
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import lora_extra
-from kvbm_common.wire.local import Adapter
+from kvbm_common.wire.local_fields import Adapter
 
 from kvbm_connectors.client.weights import (
     Signature,

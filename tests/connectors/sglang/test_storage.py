@@ -225,7 +225,7 @@ def test_a_state_pool_restores_at_its_boundaries(attach: Attach) -> None:
 
 
 def test_a_state_pool_is_asked_for_longer_prefixes_alone(attach: Attach) -> None:
-    """States are stored at few pages: a question for each of the others would count as a miss."""
+    """States are stored at few pages: each question for another one is sent for nothing."""
     pool, states = Pool(), Pool(page_size=1)
     storage = attach(pool, mamba=states)
     put(storage, pool, keys := keys_of("few states", COUNT))
@@ -236,6 +236,27 @@ def test_a_state_pool_is_asked_for_longer_prefixes_alone(attach: Attach) -> None
     assert storage.all_counts()["mamba.lookups"] == before
     assert storage.exists_in_all(keys, [trailing]).pages == 4
     assert storage.all_counts()["mamba.lookups"] == before + 1
+
+
+def test_questions_for_states_are_no_misses(attach: Attach, stack: LiveStack) -> None:
+    """1. Of five pages the states of two are stored. What can be restored is all found: the host
+    tier counts no miss. 2. Without a state at all it counts one page, and no hit."""
+    pool, states = Pool(), Pool(page_size=1)
+    storage = attach(pool, Config(tp_size=2), mamba=states)
+    put(storage, pool, keys := keys_of("no misses", COUNT))
+    put(storage, pool, others := keys_of("one miss", COUNT), COUNT)
+    for page in (0, 2):
+        put(storage, states, keys[page : page + 1], page, "mamba")
+    before = stack.figures("host-tier")
+    trailing = Transfer("mamba", keys[-1:], hit_policy="trailing_pages")
+    assert storage.exists_in_all(keys, [trailing]).restorable == [1, 3]
+    assert taken(storage, states, keys[2:3], 9, "mamba") == [True]
+    found = stack.figures("host-tier")
+    assert found["lookup_blocks.miss"] == before["lookup_blocks.miss"]
+    assert storage.exists_in_all(others, [trailing]).pages == 0
+    wait_for(
+        lambda: stack.figures("host-tier")["lookup_blocks.miss"] == before["lookup_blocks.miss"] + 1
+    )
 
 
 def test_a_state_pool_of_several_ranks_is_asked_for_every_prefix(attach: Attach) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kvbm_common.identity import Hasher, SequenceHash
-from kvbm_common.wire.local import Adapter
+from kvbm_common.wire.local_fields import Adapter
 from kvbm_common.wire.session_hint import Action
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded
 from kvbm_connectors.vllm.adapters import (

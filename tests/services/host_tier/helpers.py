@@ -310,7 +310,7 @@ class Host:
     def look_up(
         self, *wanted: int, engine: str = "ada", life: int = 1, lookup: int | None = None,
         lease_ms: int = LEASE_MS, deadline_ms: int = LOOKUP_MS, groups: Sequence[GroupRun] = (),
-        namespace: Namespace = NAMESPACE, request: str = "",
+        namespace: Namespace = NAMESPACE, request: str = "", only_asks: bool = False,
     ) -> list[Effect]:  # fmt: skip
         """Which of these can be had?"""
         self._ids += 1
@@ -325,6 +325,7 @@ class Host:
                 deadline_ms=deadline_ms,
                 groups=list(groups),
                 request=request,
+                only_asks=only_asks,
             )
         )
 

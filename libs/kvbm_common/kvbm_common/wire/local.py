@@ -32,7 +32,13 @@ from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.events import Count, Natural, Positive, Token, Version
-from kvbm_common.wire.local_fields import Generation, GroupNamespaces, Incarnation, LookupMs
+from kvbm_common.wire.local_fields import (
+    Adapter,
+    Generation,
+    GroupNamespaces,
+    Incarnation,
+    LookupMs,
+)
 from kvbm_common.wire.session_hint import SessionHint
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
@@ -138,8 +144,7 @@ class Moved(_Message, frozen=True, kw_only=True):
     endpoint: str
     version: Natural
     within_ms: Natural = 0
-    """Grace period during which the sender answers as before; 0: it knows nothing of this
-    engine."""
+    """Grace period in which the sender answers as before; 0: it does not know this engine."""
 
 
 class Beat(_Message, frozen=True, kw_only=True):
@@ -196,6 +201,9 @@ class Lookup(_Message, frozen=True, kw_only=True):
     boundary at which every group has what a hit needs."""
     prefill: PrefillCost | None = None
     """What the engine takes to compute instead, as far as that was measured."""
+    only_asks: bool = False
+    """Whether the blocks are not wanted yet: those here or below are told by `usable`, and neither
+    leased nor brought. It counts for no hit rate, and is not explained."""
 
 
 class Outcome(_Message, frozen=True, kw_only=True):
@@ -240,8 +248,7 @@ class Misses(_Message, frozen=True, kw_only=True):
     """The 32-byte digest, as in `Lookup`."""
     lookups: Annotated[list[MissedLookup], Meta(max_length=MISSES_MAX)]
     in_vain: Count = 0
-    """Lookups since the last time that were sent and found nothing: the filter was in error, or a
-    block is there that the engine cannot have."""
+    """Lookups since the last time for which the filter gave hope, and that found nothing."""
 
 
 class Found(_Message, frozen=True, kw_only=True):
@@ -272,10 +279,11 @@ class Found(_Message, frozen=True, kw_only=True):
     shared: Natural = 0
     """The tokens up to which every group that needs all blocks has them, in a lookup with groups.
     Behind `boundary`, blocks of other groups are missing: prompts part here."""
+    usable: Natural = 0
+    """Blocks from the first on that can be had, of a lookup that only asks."""
     part_sums: bytes = b""
-    """The packed checksums of each block's parts (8 bytes each, little-endian), block after block:
-    every rank verifies its own. Empty where blocks have one part, whose checksum is in
-    `checksums`."""
+    """The packed checksums of each block's parts (8 bytes each, little-endian), block after block.
+    Empty where blocks have one part, whose checksum is in `checksums`."""
 
 
 class Release(_Message, frozen=True, kw_only=True):
@@ -312,14 +320,6 @@ class Confirm(_Message, frozen=True, kw_only=True):
 
 
 # --- connector to consolidator --------------------------------------------------------------
-
-
-class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter as events of an engine call it, and the digest of its content."""
-
-    id: Natural
-    name: str
-    content: str
 
 
 class Attach(_Message, frozen=True, kw_only=True):

@@ -100,11 +100,14 @@ class Answers:
         assert here >= 0, f"{lookup.owner}: {lookup.run_blocks} blocks came from {lookup.came_from}"
         plan = lookup.plan
         asked = len(lookup.hashes) if plan is None else plan.asked
-        self.count(asked, here, len(disk), len(objects), len(remote))
+        only_asks = lookup.asked is not None and lookup.asked.only_asks
+        if not only_asks:
+            self.count(asked, here, len(disk), len(objects), len(remote))
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
-        self._counts["matched_tokens"] += boundary or lookup.run_blocks * lookup.block_tokens
         columns = lookup.known.columns_of(self._table, slots, blocks)
-        self._counts["bytes.h2d"] += columns.bytes
+        if not only_asks:
+            self._counts["matched_tokens"] += boundary or lookup.run_blocks * lookup.block_tokens
+            self._counts["bytes.h2d"] += columns.bytes
         if lookup.asked is not None and plan is None:
             self._known.answered(lookup.asked.hashes, slots, blocks)
         found = Found(
@@ -174,7 +177,7 @@ class Answers:
         """Keep why the run of an engine's lookup ended where it did."""
         assert lookup.run_blocks <= len(lookup.hashes), lookup.owner
         asked = lookup.asked
-        if asked is not None:
+        if asked is not None and not asked.only_asks:
             hashes, reason = lookup.hashes, lookup.reason
             if lookup.plan is not None:
                 hashes, reason = [*hashes, *lookup.plan.missed()], lookup.why_short
@@ -209,15 +212,25 @@ class Answers:
     ) -> None:
         """Answer a lookup with no blocks, for this reason."""
         assert reason, f"{asked.request} is refused for a reason"
-        self._answered(
-            Looked(
-                asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms, hashes, 0, {}, reason,
-                avoided=asked.avoided, trace=asked.trace,
-            )
+        looked = Looked(
+            asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms, hashes, 0, {}, reason,
+            avoided=asked.avoided, trace=asked.trace,
         )  # fmt: skip
+        if not asked.only_asks:
+            self._answered(looked)
         found = Found(
             lookup=asked.lookup, epoch=self._epoch, lease=0, slots=[],
             checksums=[], block_bytes=0, reason=reason,
+        )  # fmt: skip
+        self._emit(ToEngine(connection, found))
+
+    def tell_usable(self, connection: bytes, asked: Lookup, usable: int) -> None:
+        """Answer a lookup that only asks: nothing is leased, brought or counted for it."""
+        assert asked.only_asks, f"lookup {asked.lookup} wants its blocks"
+        assert usable > 0, f"lookup {asked.lookup} has no block"
+        found = Found(
+            lookup=asked.lookup, epoch=self._epoch, lease=0, slots=[],
+            checksums=[], block_bytes=0, usable=usable,
         )  # fmt: skip
         self._emit(ToEngine(connection, found))
 

@@ -90,6 +90,9 @@ class Onboard:
             return
         if asked.prefill is not None and asked.prefill.is_valid:
             engine.prefill = asked.prefill
+        if asked.only_asks and (usable := self._presence.run_of(hashes, engine.namespaces, now_ms)):
+            self._answers.tell_usable(connection, asked, usable)
+            return
         plan = None
         if asked.groups:
             plan = GroupPlan.of(asked.groups, hashes)

@@ -55,6 +55,12 @@ class Presence:
     def __init__(self, table: SlotTable, below: LowerTiers, waiting: Waiting) -> None:
         self._table, self._below, self._waiting = table, below, waiting
 
+    def run_of(self, names: Sequence[SequenceHash], own: Namespaces, now_ms: int) -> int:
+        """Return how many blocks, from the first on, are here, below, or on their way."""
+        may_come = self.of(own, now_ms).may_come(names)
+        count = may_come.find(0)
+        return len(names) if count < 0 else count
+
     def of(self, own: Namespaces, now_ms: int) -> Available:
         """Return what tells of blocks in some namespaces."""
         table, below, waiting = self._table, self._below, self._waiting

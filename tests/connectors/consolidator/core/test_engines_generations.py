@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 from kvbm_common.identity import SequenceHash, lora_extra, request_extras
 from kvbm_common.wire.engine_events import AllBlocksCleared, BlockStored
-from kvbm_common.wire.local import Adapter, Attached
+from kvbm_common.wire.local import Attached
+from kvbm_common.wire.local_fields import Adapter
 from kvbm_connectors.consolidator.core.messages import ConsolidatorLimits, StreamAttached
 
 from tests.connectors.consolidator.model import (
