@@ -82,11 +82,13 @@ class Follower(ABC):
 
     # ---- a play --------------------------------------------------------------------------------
 
-    def play(self, moves: Sequence[Move]) -> None:
-        """Make these moves, let all come to rest, and compare; a move may be of no effect, and a
-        shorter play was the same."""
+    def play(self, moves: Sequence[Move]) -> bool:
+        """Make these moves, let all come to rest, and compare.
+
+        Returns False, and compares nothing, if a move makes no sense when its turn comes.
+        """
         if not all(self._move(move) for move in moves):
-            return
+            return False
         self._deliver()
         if not self._is_noticed:
             self._notice()
@@ -99,6 +101,7 @@ class Follower(ABC):
         assert self.is_current(), moves
         wanted = {one.hash for one in self._blocks()}
         assert self.held() == wanted, (moves, sorted(wanted - self.held()))
+        return True
 
     def _move(self, move: Move) -> bool:
         """Make a move; False: it makes no sense now."""
