@@ -53,7 +53,9 @@ def test_variables_enter_the_revision(
     assert revision(model, named=named) not in (before, after)
 
 
-def test_harmless_variables_do_not(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmless_variables_leave_the_revision_unchanged(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang itself sets another SGLANG_RUN_ID in each life."""
     before = revision(model)
     assert "SGLANG_RUN_ID" in HARMLESS_VARIABLES

@@ -35,7 +35,7 @@ def test_variables_enter_the_name(monkeypatch: pytest.MonkeyPatch, variable: str
     assert digest() not in (before, after)
 
 
-def test_harmless_variables_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmless_variables_leave_the_name_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher draws a key for each life."""
     before = digest()
     assert "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY" in HARMLESS_VARIABLES

@@ -33,7 +33,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Any:
     return hide
 
 
-def test_etcd(without: Any) -> None:
+def test_an_etcd_registry_without_etcd3_names_the_extra(without: Any) -> None:
     without("etcd3", "kvbm_common.registry.etcd", "kvbm_common.registry.etcd_client")
     settings = Settings.load({}, {"registry_url": "etcd://127.0.0.1:1"})
     bus: Any = object()
@@ -45,7 +45,7 @@ def test_etcd(without: Any) -> None:
     assert isinstance(missing.value, ConfigError), "the service ends with 2"
 
 
-def test_traces(without: Any) -> None:
+def test_an_otlp_endpoint_without_opentelemetry_names_the_extra(without: Any) -> None:
     without(EXPORTER)
     settings = Settings.load({}, {"otlp_endpoint": "http://127.0.0.1:1"})
     with pytest.raises(ExtraMissing) as missing:
@@ -55,7 +55,7 @@ def test_traces(without: Any) -> None:
     )
 
 
-def test_a_bucket(without: Any) -> None:
+def test_a_bucket_without_boto3_names_the_extra(without: Any) -> None:
     """A directory needs nothing."""
     without("boto3")
     with pytest.raises(ExtraMissing) as missing:
@@ -64,7 +64,7 @@ def test_a_bucket(without: Any) -> None:
     check(Settings.load({}, {"object_url": "file:///mnt/kv"}))
 
 
-def test_a_gpu(without: Any) -> None:
+def test_a_gpu_without_cupy_names_the_extra(without: Any) -> None:
     without("cupy")
     with pytest.raises(CudaUnavailable, match=r"cupy: pip install 'kvbm-stack\[cuda12\]'") as no:
         CupyRuntime()
@@ -75,7 +75,9 @@ def test_a_gpu(without: Any) -> None:
     ("package", "name"),
     [(kvbm_connectors.vllm, "KvbmConnector"), (kvbm_connectors.sglang, "KvbmHiCacheStorage")],
 )
-def test_an_engine(without: Any, package: Any, name: str) -> None:
+def test_an_adapter_without_its_engine_says_what_to_install(
+    without: Any, package: Any, name: str
+) -> None:
     """Goal: a user of the adapter sees what to install, not the engine's module alone."""
     engine = package.__name__.rpartition(".")[2]
     module = {"vllm": "connector", "sglang": "backend"}[engine]

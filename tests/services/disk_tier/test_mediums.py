@@ -80,7 +80,7 @@ def shared_store(request: pytest.FixtureRequest, tmp_path: Path) -> BucketOption
     return server.options(server.make_bucket())
 
 
-async def test_there_and_back(place: Place) -> None:
+async def test_a_written_batch_is_read_back_into_other_slots(place: Place) -> None:
     """A batch is written, and read into other slots in another order."""
     blocks = {0: place.fill(0, 10), 1: place.fill(1, 11), 2: place.fill(2, 12)}
     write = place.writing(blocks)

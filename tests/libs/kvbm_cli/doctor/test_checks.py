@@ -275,7 +275,7 @@ def test_disks_are_looked_at_where_the_size_is_in_blocks_or_zero(tmp_path: Path)
     assert finding.check == f"store {store}"
 
 
-def test_settings_excuse() -> None:
+def test_no_finding_for_what_the_settings_switch_off() -> None:
     """Goal: what the settings rule out is no ailment; what runs already is not in its own way."""
     no_direct = dataclasses.replace(HEALTHY, disks=(dataclasses.replace(DISK, direct=False),))
     assert judged(no_direct, settings(disk_disable_o_direct=True)) == []
@@ -291,7 +291,7 @@ def test_settings_excuse() -> None:
     assert judged(dataclasses.replace(HEALTHY, memlock_bytes=65536)) == []
 
 
-async def test_facts_of_this_host(
+async def test_gather_finds_real_servers_ports_and_disks(
     nats_server: NatsServer, etcd_server: EtcdServer, tmp_path: Path
 ) -> None:
     """Goal: every fact is looked at for real: servers, ports, directories, NIXL, system calls."""

@@ -47,12 +47,12 @@ def test_order_of_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["1", "true", "TRUE", "yes", "On"])
-def test_true(text: str) -> None:
+def test_1_true_yes_and_on_are_true_in_any_case(text: str) -> None:
     assert load(DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=text).disable_disk_offload_filter
 
 
 @pytest.mark.parametrize("text", ["0", "false", "False", "no", "OFF"])
-def test_false_is_false(text: str) -> None:
+def test_0_false_no_and_off_are_false_in_any_case(text: str) -> None:
     assert not load(DYN_KVBM_METRICS=text).metrics
     assert not load(DYN_KVBM_DISK_ZEROFILL_FALLBACK=text).disk_zerofill_fallback
 

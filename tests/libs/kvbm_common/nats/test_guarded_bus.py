@@ -152,7 +152,9 @@ async def test_the_file_may_come_later_than_the_servers_change(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("verify", [False, True])
-async def test_tls(tmp_path: Path, authority: Path, verify: bool) -> None:
+async def test_bus_carries_many_events_over_tls_with_and_without_a_client_certificate(
+    tmp_path: Path, authority: Path, verify: bool
+) -> None:
     """Many events, which come in pieces; and a certificate of the client where one is wanted."""
     async with serving(tmp_path, **server_tls(authority, verify=verify)) as server:
         access = by_tls(server, authority, client="ours" if verify else "")

@@ -83,6 +83,6 @@ def test_an_entry_takes_what_is_declared() -> None:
 
 
 @pytest.mark.parametrize("entries", [0, ENTRIES_MOST + 1])
-def test_a_size_that_cannot_be(entries: int) -> None:
+def test_zero_or_more_than_a_million_entries_are_refused(entries: int) -> None:
     with pytest.raises(AssertionError, match="entries"):
         NameHistory(entries)

@@ -126,7 +126,7 @@ def test_switched_off_everything_passes_and_nothing_is_kept() -> None:
 
 
 @given(sights(), st.integers(1, 40))
-def test_it_is_the_rule(numbers: Sights, pass_count: int) -> None:
+def test_counts_are_those_of_the_rule_over_all_sights(numbers: Sights, pass_count: int) -> None:
     """Against the rule, worked out from all sights of a block each time."""
     frequency_filter, _ = seen([], pass_count=pass_count)
     past: list[tuple[int, int]] = []

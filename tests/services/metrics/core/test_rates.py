@@ -115,8 +115,7 @@ def test_a_host_tier_of_a_release_before_has_slots_of_one_length() -> None:
     assert (found.bytes_in, found.bytes_out) == (880.0 + 110.0 + 3 * 100, 8 * 100)
 
 
-def test_flows() -> None:
-    """Each way once, over all instances of a tier."""
+def test_flows_add_up_each_way_over_all_instances() -> None:
     twice = [*counted(), *counted()]
     found = {(one.source, one.target): (one.blocks, one.bytes) for one in flows.flows_of(twice)}
     assert found == {
@@ -128,8 +127,7 @@ def test_flows() -> None:
     }
 
 
-def test_lookups() -> None:
-    """What engines ask for, by where it was."""
+def test_lookups_are_counted_by_where_blocks_were() -> None:
     told = flows.lookups_of(counted())
     assert (told.window_s, told.lookups, told.matched_tokens) == (10.0, 2.0, 128.0)
     assert told.blocks == {"host": 4.0, "disk": 3.0, "object": 0.0, "remote": 1.0, "miss": 2.0}

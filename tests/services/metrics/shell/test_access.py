@@ -68,7 +68,7 @@ async def codes(asked: httpx.AsyncClient, headers: dict[str, str]) -> tuple[int,
     ],
     ids=["nothing", "read", "scrape", "admin", "wrong", "basic", "not ascii"],
 )
-async def test_two_roles(
+async def test_the_read_token_may_ask_and_not_change(
     bus: Bus, registry: NatsRegistry, headers: dict[str, str], expected: tuple[int, int]
 ) -> None:
     """Who may ask may not change; a wrong token is worth less than none."""

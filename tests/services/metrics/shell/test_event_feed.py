@@ -140,7 +140,7 @@ async def test_a_feed_is_of_what_was_asked_for(
         ("?since=0001-01-01T00:00:00%2B14:00", {}),
     ],
 )
-async def test_bad_questions(
+async def test_a_bad_query_of_the_feed_is_refused_with_422(
     client: httpx.AsyncClient, query: str, headers: dict[str, str]
 ) -> None:
     """Refused before a stream begins."""
