@@ -38,10 +38,12 @@ BOUNDS: dict[str, tuple[int, int]] = {
 FRAGMENTS = ("Of ", "Those ", "That of ", "The same", "They ", "So many ", "Whose ", "As in ")
 """What a text that needs the line above it begins with."""
 
-CLAUSE_BEGINS = ("What ", "Who ")
-"""A docstring that begins like this leaves out its noun: "What a file holds" for "The content"."""
-CLAUSES_LEFT = {"kvbm_common": 10, "kvbm_cli": 5, "kvbm_connectors": 10}
-"""Docstrings that are still clauses, in `tier/`, `doctor/` and `consolidator/core/`."""
+CLAUSE = re.compile(r"(?:What|Who)\b|[^.]*\?(?:\s|$)")
+"""A docstring that begins like this leaves out its noun ("What a file holds"), or is a question."""
+CLAUSE_OF_A_THING = re.compile(r"(?:How|Where|When|Why|Which)\b")
+"""A property may be "How many"; a class and a module have a noun."""
+CLAUSES_LEFT = {"kvbm_common": 15, "kvbm_cli": 7, "kvbm_connectors": 12}
+"""Docstrings that are still clauses, in `tier/`, `config/`, `doctor/` and `consolidator/core/`."""
 WHO = re.compile(r"(?:^|[.:;] )Who\b")
 """A person as the subject of a sentence, where the thing that acts has a name."""
 PERSONS_LEFT = {"kvbm_connectors": 1}
@@ -120,11 +122,14 @@ def fragments_of(source: str) -> list[tuple[int, str]]:
 
 def clauses_of(source: str) -> list[tuple[int, str]]:
     """Return line and text of the docstrings that are questions, or clauses without a noun."""
-    return [
-        (line, text)
-        for line, text in docstrings(ast.parse(source))
-        if text.startswith(CLAUSE_BEGINS) or text.partition("\n")[0].endswith("?")
-    ]
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, DOCUMENTED) or (text := ast.get_docstring(node)) is None:
+            continue
+        is_thing = isinstance(node, ast.Module | ast.ClassDef)
+        if CLAUSE.match(text) or (is_thing and CLAUSE_OF_A_THING.match(text)):
+            found.append((node.body[0].lineno, text))
+    return found
 
 
 def persons_of(source: str) -> list[tuple[int, str]]:
@@ -178,12 +183,12 @@ def test_fragments_below_names_are_seen() -> None:
 def test_clauses_and_questions_are_seen() -> None:
     """Goal: properties are read as well; a text below an attribute may be a clause."""
     source = (
-        '"""What a module holds."""\n'
+        '"""What a module holds."""\nclass B:\n    """How it is held."""\n'
         'class C:\n    """Things: what they are."""\n    x = 1\n    """What it is worth."""\n'
-        '    @property\n    def g(self) -> bool:\n        """Is it there now?\n\n        No."""\n'
+        '    @property\n    def g(self) -> bool:\n        """Is it there\n\n        now? No."""\n'
         'def f() -> None:\n    """Whatever is there goes."""\n'
     )
-    assert [line for line, _ in clauses_of(source)] == [1, 8]
+    assert sorted(line for line, _ in clauses_of(source)) == [1, 3, 10]
 
 
 def test_persons_are_seen_as_subjects_only() -> None:

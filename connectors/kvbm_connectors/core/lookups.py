@@ -38,7 +38,7 @@ from kvbm_connectors.core.open_lookup import LOOKUP, LookupState, OpenLookup
 from kvbm_connectors.core.outbox import Outbox
 
 CAREFUL_MAX = 256
-"""Requests in `_careful`: each asks again in the engine's next step, and leaves."""
+"""Requests in `_careful` at most: each asks again in the engine's next step, and leaves."""
 STORY_MOVES_MAX = 256
 """Moves of lookups that are remembered for stories."""
 
@@ -63,7 +63,7 @@ class Lookups:
         """Leases of loads in flight; their requests may have ended."""
         self._failed = FailedBlocks(limits.avoid_max)
         self._careful: OrderedDict[str, bool] = OrderedDict()
-        """Requests whose answer needed an avoided block: their next question needs none."""
+        """Requests whose answer needed a failed block: their next question needs none."""
         self._moves: deque[tuple[str, int, str]] = deque(maxlen=STORY_MOVES_MAX)
 
     def __len__(self) -> int:
@@ -324,7 +324,7 @@ class Lookups:
         assert not self._request_of, f"asked of a host tier that is gone: {self._request_of}"
 
     def other_arena(self) -> None:
-        """Ask for failed blocks again: what failed was in another arena."""
+        """Ask for failed blocks again: they had failed in another arena."""
         self._failed.clear()
 
     def tick(self, now_ms: int) -> None:
@@ -332,7 +332,7 @@ class Lookups:
         self._failed.tick(now_ms)
 
     def _tell(self, request: str, number: int, reason: str, blocks: int) -> None:
-        """Tell the host tier what it cannot see, where it explains lookups."""
+        """Report a miss to the host tier that only the connector knows, if it explains lookups."""
         assert reason, self.story(request)
         if self._attachment.explains and self._attachment.epoch:
             self._outbox.tell(request, number, reason, blocks)

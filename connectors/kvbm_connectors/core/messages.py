@@ -82,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How a load ended, block by block. `corrupt` are those whose bytes arrived wrong."""
+    """The result of a load, by block. `corrupt` are those whose bytes arrived wrong."""
 
     load: Load
     intact: tuple[bool, ...]

@@ -1,4 +1,4 @@
-"""The back end as SGLang knows it: `HiCacheStorage`, translated to `Storage`.
+"""Backend as SGLang knows it: `HiCacheStorage`, translated to `Storage`.
 
 `--hicache-storage-backend dynamic` makes one of these in each rank, and another one whenever a
 storage is attached while it serves.

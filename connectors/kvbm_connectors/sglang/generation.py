@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 GENERATION_BYTES = 8
 DIRECTORY = "sglang"
 CLEARED: Counter[Path] = Counter()
-"""How often this process has ended each generation: what it stores since is found by its life
+"""Generation → times that this process has ended it. Pages stored since are found by this life
 alone."""
 SEEN: set[Path] = set()
 """Files that this process has read."""
@@ -52,7 +52,7 @@ class Generation:
     """The generation of one namespace. Every engine of the host sees it change."""
 
     def __init__(self, state_dir: Path, namespace: bytes, life: bytes | None = None) -> None:
-        """Name what is stored after a `clear` of this process by `life` as well; None: its own."""
+        """Add `life` to the names of pages stored after a `clear`; None: this process's life."""
         self._life = engine_life.LIFE if life is None else life
         self._path = state_dir / DIRECTORY / f"{namespace.hex()[:32]}.generation"
         self._lock = threading.Lock()

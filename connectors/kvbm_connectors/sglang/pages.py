@@ -95,7 +95,7 @@ def _pieces(pool: HostPool, page: int) -> list[tuple[int, int]]:
 
 
 def is_shared(config: StorageConfig, pool_name: str, pool: HostPool) -> bool:
-    """Do all tensor-parallel ranks hold the same bytes in this pool? Then one of them writes."""
+    """Return whether tensor-parallel ranks hold the same bytes in this pool: one writes them."""
     by_head = pool_name in SHARDED or hasattr(pool, "head_num")
     return config.is_mla_model and not by_head
 

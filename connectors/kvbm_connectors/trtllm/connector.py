@@ -1,4 +1,4 @@
-"""The classes that TensorRT-LLM loads: its methods, handed on to the leader or the worker side.
+"""Connector classes that TensorRT-LLM loads: they hand its calls on to leader or worker side.
 
 `kv_connector_config.connector_module: kvbm_connectors.trtllm`. Every rank makes a worker, rank 0 a
 leader as well, in two threads at the same time. What cannot be cached is logged once; the

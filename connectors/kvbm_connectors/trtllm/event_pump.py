@@ -1,8 +1,8 @@
 """The event pump: pulls TensorRT-LLM's KV events, and publishes them as other engines do.
 
-TensorRT-LLM 1.2 hands each event out once, to the first that asks: in its own process, or at a
-path of `trtllm-serve`. The pump asks, translates (events.py) and publishes on
-`DYN_KVBM_TRTLLM_ZMQ_PORT`, where the consolidator looks: the leader has told it.
+TensorRT-LLM 1.2 hands each event out once, to the first caller: in its own process, or at a path of
+`trtllm-serve`. The pump pulls, translates (events.py) and publishes on `DYN_KVBM_TRTLLM_ZMQ_PORT`.
+The consolidator connects there: the leader has told it the port.
 
     python -m kvbm_connectors.trtllm.event_pump --url http://127.0.0.1:8000 --block-tokens 32
 
@@ -43,16 +43,16 @@ log = logging.getLogger(__name__)
 
 Pulled = Sequence[Mapping[str, Any]]
 PULL_S = 1.0
-"""How long a pull may wait for the first event."""
+"""The time for which a pull may wait for the first event."""
 HTTP_DEADLINE_S = 10.0
 """`trtllm-serve` waits 2 s for events."""
 RETRY_S = 1.0
-"""After a pull that has failed."""
+"""The pause after a pull that has failed."""
 POLL_MS = 50
-"""How long a batch may wait while no replay is asked for."""
+"""The time for which a batch may wait while no replay is requested."""
 PULLS_MAX = 64
-"""Pulls that wait to be published. When there are more, the pump does not pull: the engine drops
-the oldest events then, and the hole in their numbers shows it."""
+"""Pulls that wait to be published. Beyond this the pump does not pull. Then the engine drops its
+oldest events, and the gap in their numbers shows it."""
 
 
 class Llm(Protocol):
@@ -129,7 +129,7 @@ class EventPump:
         while not self._stop.is_set():
             try:
                 pulled = self._pull()
-            except Exception as error:  # Whatever the engine's API raises, it is asked again.
+            except Exception as error:  # Whatever the engine's API raises, the pump retries.
                 self.counts["pulls_failed"] += 1
                 self._limiter.warning("pull", f"no KV events: {error!r}")
                 self._stop.wait(RETRY_S)
@@ -167,7 +167,7 @@ class EventPump:
         try:
             events = self._events.translate(pulled)
         except (KeyError, TypeError, ValueError) as error:
-            # What the engine has since is unknown: as if it had lost everything.
+            # The engine's blocks are unknown from here on: announce that all are gone.
             self.counts["pulls_malformed"] += 1
             self._limiter.warning("layout", f"KV events of another layout: {error!r}")
             self._events = TrtllmEvents(self._block_tokens)
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _pump_until_signal(pump: EventPump) -> None:
-    # Blocked signals would do only if no library had threads of its own yet: numpy has.
+    # Blocking the signals would not do: numpy's threads have begun, and would take them.
     stopping = asyncio.Event()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signal_number, stopping.set)

@@ -1,9 +1,9 @@
-"""TensorRT-LLM's pulled KV events, as events of vLLM's wire.
+"""Events of TensorRT-LLM, translated to those of vLLM's wire.
 
-`LLM.get_kv_cache_events` hands out JSON, numbered by `event_id`; nothing can be asked for again.
-What differs from vLLM's events, and what becomes of it:
+`LLM.get_kv_cache_events` hands out JSON, numbered by `event_id`; no event can be requested again.
+The differences to vLLM's events, and their translation:
 
-    a hole in the numbers       events are lost: `AllBlocksCleared`, and what comes is built again
+    a gap in the numbers        events are lost: `AllBlocksCleared`; later events build it up again
     `updated`, a cache level    the block has moved between device (0) and host (1): removed here,
                                 stored there, with the tokens remembered from its `stored`
     a block that is not full    left out: it has no name
@@ -45,7 +45,7 @@ class _Block(NamedTuple):
 
 
 class TrtllmEvents:
-    """Translates the events of one rank, in the order in which they were pulled."""
+    """The translation of one rank's events, in the order in which they were pulled."""
 
     def __init__(self, block_tokens: int) -> None:
         assert block_tokens > 0
@@ -54,7 +54,7 @@ class TrtllmEvents:
         self._window = 0
         self._blocks: dict[EngineHash, _Block] = {}
         self.drops: Counter[str] = Counter()
-        """What was left out, by reason."""
+        """Reason → events and blocks that were left out."""
 
     def translate(self, raw: Sequence[Mapping[str, Any]]) -> list[EngineEvent]:
         """Translate the events of one pull. Raises KeyError, TypeError or ValueError for other
@@ -91,7 +91,7 @@ class TrtllmEvents:
                 return []
 
     def _stored(self, data: Mapping[str, Any], group: int | None) -> list[EngineEvent]:
-        """Return one event per block, each behind the one before: keys and salts are per block."""
+        """Return one event per block, a chain of parents: keys and salts are per block."""
         parent = data["parent_hash"]
         parent = None if parent is None else unsigned(parent)
         events: list[EngineEvent] = []

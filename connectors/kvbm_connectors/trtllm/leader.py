@@ -1,20 +1,20 @@
-"""The leader: what TensorRT-LLM's scheduler asks and tells, in our connector's words.
+"""Leader: answers TensorRT-LLM's scheduler by means of the scheduler half.
 
     get_num_new_matched_tokens ──► lookup, waited for; copy, compare: a promise
     build_connector_meta ────────► promises become loads, as soon as their device blocks are known
-    cancel_load, request_reset ──► what was promised is given up
-    request_finished ────────────► offer what it has computed; True: the engine holds the blocks
+    cancel_load, request_reset ──► give the request's promises up
+    request_finished ────────────► offer the computed blocks; True: the engine holds them
     (worker of rank 0) saved ────► the offers are over: the engine may free them
 
-Three habits of the engine shape it (kv_cache_connector.py and py_executor.py of release 1.2):
+Three properties of the engine shape it (kv_cache_connector.py and py_executor.py of release 1.2):
 
-- A match is asked for once and answered at once. So the answer is waited for here, and all lookups
-  of one step together wait no longer than `onboard_deadline_ms`.
+- The engine asks for a match once, and needs the answer at once. So this thread waits for the host
+  tier; all lookups of one step together wait no longer than `onboard_deadline_ms`.
 - A promised load cannot fail: see promises.py.
-- A cancelled request is freed without a word to the connector. So nothing is offered while a
-  request runs, when a pull could meet its blocks in another request's hands; only at its end, when
-  the engine keeps them until every rank's worker has called the request saved. And what is
-  followed of a request is bounded: the oldest make room.
+- A cancelled request is freed without a call to the connector, so a pull might read blocks that
+  another request has by then. So blocks are offered only at the end of a request: the engine keeps
+  them until every rank's worker reports the request as saved. And the number of tracked requests
+  is bounded: the oldest make room.
 
 It knows the engine by `protocols` only, and is called by one thread.
 """
@@ -42,12 +42,12 @@ from kvbm_connectors.trtllm.tracked import PromisedRequest, refusal_of_request
 log = logging.getLogger(__name__)
 
 TRACKED_MAX = 8_192
-"""Requests that are followed; engines run some thousands at a time. One that was
-cancelled in silence stays until younger ones push it out."""
+"""Requests that are tracked; engines run some thousands at a time. One that was cancelled in
+silence stays until younger ones push it out."""
 WAIT_MS_MIN = 10
-"""The shortest wait that is worth a question."""
+"""Below this remaining time the host tier is not asked."""
 NEWS_WAIT_S = 0.05
-"""Between looks while no answer rings: the core ends a lookup that has no answer."""
+"""The interval between looks without news: the core ends a lookup that has no answer."""
 
 
 class LeaderSide:
@@ -71,16 +71,16 @@ class LeaderSide:
         self._news = news
         self._step_wait_ms = step_wait_ms
         self._step_until_ms: int | None = None
-        """When the lookups of this step have waited long enough; None before the first of them."""
+        """The end of the wait of this step's lookups; None before the first of them."""
         self._min_priority = min_priority
         self._limiter = OncePerKind(log)
         self._requests: dict[int, PromisedRequest] = {}
-        """In the order in which they were heard of last."""
+        """The tracked requests, the one seen longest ago first."""
         self._by_offer: dict[int, int] = {}
         self._saved: set[int] = set()
-        """Finished requests whose offers are over, and that no worker has been told of yet."""
+        """Finished requests whose offers are over, and that are not reported to the workers yet."""
         self._handed_out: list[int] = []
-        """Promised slots that the last plan's workers read."""
+        """Promised slots that workers read by the last plan."""
         self._plan_number = 0
         self._known = OfferedNames()
         self._arena: Arena | None = None
@@ -113,7 +113,7 @@ class LeaderSide:
     def _found(
         self, request: str, names: Sequence[SequenceHash], first_tokens: Sequence[int] | None
     ) -> tuple[int, ...]:
-        """Ask the host tier; the slots in which what it has is kept."""
+        """Ask the host tier; return the promised slots to which its blocks were copied."""
         hit = self._wait_found(request, names, first_tokens)
         if hit is None or not hit.blocks:
             self._half.forget(request)
@@ -128,7 +128,7 @@ class LeaderSide:
     def _wait_found(
         self, request: str, names: Sequence[SequenceHash], first_tokens: Sequence[int] | None
     ) -> Hit | None:
-        """Ask, and wait as long as this step still may. None: too late, or no answer."""
+        """Ask, and wait for the rest of this step's time. None: too late, or no answer."""
         now_ms = _now_ms()
         if self._step_until_ms is None:
             self._step_until_ms = now_ms + self._step_wait_ms
@@ -146,13 +146,13 @@ class LeaderSide:
             self._news.wait(NEWS_WAIT_S)
 
     def _promise(self, load: Load, arena: Arena, welcome: Welcome) -> tuple[int, ...]:
-        """Copy what was found into memory of our own, and give the lease back."""
+        """Copy the blocks of a hit into memory of our own, and give the lease back."""
         found, room = len(load.slots), self._keeper.room(load.block_bytes)
         if room < found:
             self.counts["promises_cut_blocks"] += found - room
             self._limiter.warning("cut", "promised blocks fill KVBM_PROMISE_GB: a hit was cut")
         if load.epoch != welcome.epoch:
-            kept = Kept(())  # The next life's arena; the lease has ended with the last one's.
+            kept = Kept(())  # The arena is of the next life; the lease ended with the last one.
             self.counts["promises_lost.arena_changed"] += found
         else:
             kept = self._keeper.keep(load, min(found, room), arena, welcome.slot_bytes)
@@ -187,10 +187,10 @@ class LeaderSide:
         return self._arena, welcome
 
     def cut(self, request: Request, start: int, end: int) -> None:
-        """Give up what was promised of the tokens from `start` to `end`, which will not be used.
+        """Give up the promises of the tokens from `start` to `end`, which will not be used.
 
-        The engine takes back the end of an offer, all of it, or its beginning, which is on the
-        device by then: the rest of such an offer is still counted on.
+        The engine gives back the end of a hit, all of it, or its beginning, if that is on the
+        device by then: it still relies on the rest of such a hit.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is None or not tracked.promised:
@@ -212,8 +212,8 @@ class LeaderSide:
     # --- steps ------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput | None) -> PromisePlan:
-        """Return what the workers shall do in this step. They have done the last step's plan: since
-        then all ranks have met in the engine's `get_finished`."""
+        """Return the plan of the workers for this step. They have finished the last one: all ranks
+        have met in the engine's `get_finished` since."""
         self._step_until_ms = None
         self._keeper.give_up(self._handed_out)
         self._handed_out = []
@@ -244,8 +244,7 @@ class LeaderSide:
     def _hand_out(self, request: int, tracked: PromisedRequest) -> list[PromisedLoad]:
         """Keep a promise in the request's first step; returns its loads.
 
-        Where the engine has taken less than it was promised, it has no blocks for the rest, and
-        computes that.
+        If the engine took less than was promised, it has no blocks for the rest, and computes it.
         """
         blocks = tuple(tracked.table[tracked.local : tracked.local + len(tracked.promised)])
         slots, tracked.promised = tracked.promised, ()
@@ -265,7 +264,7 @@ class LeaderSide:
         """Finish a request, and offer its blocks; True: keep its blocks until `saved` names it."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.finished:
-            return False  # Refused, forgotten, or said for the second time.
+            return False  # Refused, forgotten, or finished before.
         self._give_up(tracked)
         if not tracked.refused:
             self._offer(request, tracked, blocks)
@@ -277,8 +276,8 @@ class LeaderSide:
     def _offer(self, request: Request, tracked: PromisedRequest, blocks: Sequence[int]) -> None:
         tokens = request.get_tokens(0)
         if len(tokens) <= request.prompt_len:
-            # It has not generated anything: cancelled or failed in the middle of its prompt, and
-            # the engine does not tell how much of it was computed.
+            # Without a generated token it was cancelled or failed in the middle of its prompt, and
+            # the engine does not tell how much of that was computed.
             self.counts["unfinished_prompts"] += 1
             return
         # The last token was sampled, and not computed.
@@ -291,7 +290,7 @@ class LeaderSide:
         for part in offers_of(run):
             offer = self._half.offer([part])
             if offer is None:
-                continue  # No host tier is there, or too much is on offer: the core has counted it.
+                continue  # No host tier, or too many offers: the core has counted it.
             tracked.offers.add(offer)
             self._by_offer[offer] = request.request_id
             self._known.add(part.hashes)
@@ -306,8 +305,7 @@ class LeaderSide:
         return next(unknown, min(before, len(names)))
 
     def saved(self, requests: Iterable[int]) -> list[int]:
-        """Return those of these finished requests whose blocks are not needed any more; each
-        once."""
+        """Return the finished requests whose blocks may be freed now; each is returned once."""
         self._drain()
         saved = [request for request in requests if request in self._saved]
         self._saved.difference_update(saved)
@@ -325,8 +323,8 @@ class LeaderSide:
     # --- what is followed -------------------------------------------------------------------
 
     def _track(self, request: Request) -> PromisedRequest | None:
-        """Return what is followed of a request, from now on if it is new; None if there are too
-        many that must not be forgotten."""
+        """Return the record of a request, a new one if needed; None if there are too many that must
+        not be forgotten."""
         tracked = self._requests.get(request.request_id)
         if tracked is None and self._has_room():
             refused = refusal_of_request(request)
@@ -336,8 +334,8 @@ class LeaderSide:
         return tracked
 
     def _has_room(self) -> bool:
-        """Forget the one that was heard of longest ago. What was promised must be kept, and who is
-        on offer is heard of again."""
+        """Forget the request seen longest ago, if there are too many. Requests with promises must
+        be kept, and so must those with offers: their ends will be reported."""
         if len(self._requests) < TRACKED_MAX:
             return True
         for request, tracked in self._requests.items():
@@ -350,7 +348,7 @@ class LeaderSide:
 
     @property
     def idle(self) -> bool:
-        """No request is followed and nothing is on offer."""
+        """Whether no request is tracked, and no offer is open."""
         return not self._requests and not self._by_offer
 
     def check(self) -> None:

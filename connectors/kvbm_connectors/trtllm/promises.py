@@ -1,14 +1,14 @@
 """Promises: memory of the engine's own, in which promised blocks wait for their workers.
 
-TensorRT-LLM counts on every hit that it learns of: a load can neither fail nor be called off. So a
-block is copied out of the arena and compared with its checksum *before* the engine hears of it.
-From then on nothing that happens to the host tier, to its arena or to a lease touches it, and a
-load is a copy between two pieces of this host's memory. Each rank compares its part once more while
-it copies it: a bit that has flipped, or a slot that was used again too early, ends the step.
+TensorRT-LLM relies on every hit that it learns of: a load can neither fail nor be cancelled. So a
+block is copied out of the arena and compared with its checksum *before* that.
+From then on no failure of the host tier, its arena or a lease affects it, and a load is a copy
+within this host's memory. Each rank compares its part once more while it copies it: a bit that has
+flipped, or a slot that was used again too early, ends the step.
 
 The leader creates the memory, as a file in shared memory that is locked while it lives; the workers
-of all ranks map it, read-only, before they introduce themselves to the host tier. A leader is
-welcomed when all its workers have been: every worker can read what the leader promises.
+of all ranks map it, read-only, before they connect to the host tier. The host tier welcomes a
+leader after all its workers, so every worker can read what the leader promises.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ class PromisedLoad:
 
 @dataclass(frozen=True, slots=True)
 class PromisePlan:
-    """`number` grows from step to step: TensorRT-LLM leaves a plan bound until the next one comes,
-    and a plan that was carried out twice would write into another request's blocks."""
+    """The plan of a step for all workers.
+
+    `number` grows from step to step: TensorRT-LLM keeps a plan until the next one comes, and a
+    plan that ran twice would write into another request's blocks.
+    """
 
     number: int
     slot_bytes: int = 0
@@ -81,7 +84,7 @@ class Kept:
 
 
 class PromiseKeeper:
-    """The leader's side. Slots are cut when the first block comes: its size is known then."""
+    """The leader's side. The first block determines the size of the slots."""
 
     def __init__(self, shm_dir: Path, incarnation: str, size_bytes: int) -> None:
         """Allocate the memory. Raises ArenaNoSpace and ArenaUnavailable."""
@@ -112,8 +115,8 @@ class PromiseKeeper:
         return len(self._state) - len(self._free)
 
     def keep(self, load: Load, count: int, arena: Arena, arena_slot_bytes: int) -> Kept:
-        """Copy the first `count` blocks of a load out of the arena, and compare what was stored
-        with its checksums, part by part."""
+        """Copy the first `count` blocks of a load out of the arena, and compare the copies with
+        their checksums, part by part."""
         assert 0 <= count <= self.room(load.block_bytes), "more than there is room for"
         slots = [self._free.pop() for _ in range(count)]
         for slot in slots:
@@ -169,7 +172,7 @@ def _copied(target: Places, source: Places, sums: bytes) -> bool:
 
 
 class PromiseReader:
-    """A worker's side: the same memory, read-only. Raises ArenaUnavailable."""
+    """The worker's side: the same memory, read-only. Raises ArenaUnavailable."""
 
     def __init__(self, shm_dir: Path, incarnation: str) -> None:
         self._memory = Arena.attach(shm_dir / (PREFIX + incarnation), writable=False)

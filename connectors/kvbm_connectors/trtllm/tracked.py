@@ -1,4 +1,4 @@
-"""One request of the engine, as the leader follows it: names, priorities, what it was promised."""
+"""Tracked request, as the leader follows it: names, priorities, promised blocks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class LoraRequest(Protocol):
 
 
 class Position(Protocol):
-    """Where a multimodal item is in a prompt, in tokens."""
+    """The place of a multimodal item in a prompt, in tokens."""
 
     @property
     def offset(self) -> int: ...

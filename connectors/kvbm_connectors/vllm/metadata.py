@@ -1,4 +1,4 @@
-"""The messages between the connector's halves as vLLM carries them, once a step."""
+"""Metadata: the messages between the connector's halves, which vLLM carries once a step."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class UncutShape(KvbmError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How blocks are cut, and what each rank holds of them."""
+    """The way in which blocks are cut, and the share of each rank."""
 
     grid: Grid
     shares: tuple[Share, ...]

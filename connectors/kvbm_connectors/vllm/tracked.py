@@ -1,4 +1,4 @@
-"""One request of the engine, as the scheduler half follows it: names, hits, loads and offers.
+"""Tracked request of the engine, as the scheduler half follows it: names, hits, loads and offers.
 
 vLLM puts a block's hash into its prefix cache when the step that computes the block is *scheduled*.
 A request that is admitted in the same step gets such a block as a hit, although nothing has been

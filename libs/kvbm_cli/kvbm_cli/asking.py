@@ -1,4 +1,4 @@
-"""How commands of operators run: they ask the admin API, and print its answer as tables or JSON."""
+"""Commands of operators: they ask the admin API, and print its answer as tables or JSON."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvbm_cli.printing import cell, print_table
 
 JOB_POLL_S = 0.1
 SAY_S = 5.0
-"""How often a line says how far a job has come that is waited for."""
+"""The interval of the lines that show the progress of an awaited job."""
 
 Json = Any
 Rows = list[dict[str, Any]]
 Cells = list[list[str]]
 Result = TypeVar("Result")
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What comes of an answer that has another form than the metrics service gives."""
+"""The errors that an answer raises whose form is not that of the metrics service."""
 
 
 class Effect(NamedTuple):
-    """The field of a reply that says that a change had an effect, and the line where none had."""
+    """The reply's field that shows whether a change had an effect, and the line if none had."""
 
     field: str = ""
     otherwise: str = ""
@@ -82,7 +82,7 @@ def asked(ask: Callable[[Client], Result], url: str) -> Result:
 
 
 def run_change(path: str, body: Json, url: str, as_json: bool, effect: Effect = NO_EFFECT) -> None:
-    """Make a change, and print what became of it at each instance.
+    """Make a change, and print its outcome at each instance.
 
     One that was carried out everywhere without its effect ends with 1, too.
     """
@@ -124,7 +124,7 @@ def run_job(path: str, body: Json, url: str, as_json: bool, deadline_s: float) -
 
 
 def job_line(job: Json, seconds: float) -> str:
-    """Return how far a job has come, while it is waited for."""
+    """Return the line that shows the progress of an awaited job."""
     progress = f": {_inline(job['progress'])}" if job["progress"] else ""
     return printable(f"{job['verb']} runs for {seconds:.0f} s, job {job['id']}{progress}")
 
@@ -142,7 +142,7 @@ def only(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
 
 
 def outcome_tables(told: Json) -> list[Rows]:
-    """Return what became of a change at each instance."""
+    """Return the outcome of a change at each instance."""
     return [
         [
             {"kind": one["kind"], "host": one["host"], "instance": one["instance"],

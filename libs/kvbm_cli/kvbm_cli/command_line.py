@@ -1,4 +1,4 @@
-"""How a line of the command `kvbm` ends: an exit code, and one line where something is wrong.
+"""Command lines of `kvbm`: each ends with an exit code, and one line if something is wrong.
 
 | code | meaning |
 |---|---|

@@ -44,7 +44,7 @@ KINDS = ("stored", "removed", CLEARED)
 NAMES_MAX = 3
 """Names of blocks in a line; `--json` has all."""
 DATES_END_MS = 253_402_214_400_000
-"""The last day of the year 9999: what comes later is no time stamp."""
+"""The last day of the year 9999: a later number is no time stamp."""
 HISTORY_DEADLINE_S = 60.0
 """A full stream of 256 MiB takes some seconds."""
 
@@ -63,12 +63,12 @@ class Wanted:
 
     @property
     def prefix(self) -> str:
-        """How the subjects of its stream begin."""
+        """The prefix of the stream's subjects."""
         return CONSOLIDATED_PREFIX if self.consolidated else SUBJECT_PREFIX
 
     @property
     def subject(self) -> str:
-        """The NATS subject of it. What a source stores and removes may be in one message."""
+        """The NATS subject of the selection: one message may carry stored and removed blocks."""
         kind = self.kind if self.kind == CLEARED else "*"
         return f"{self.prefix}.{self.host}.{self.source}.{kind}"
 
@@ -169,7 +169,7 @@ def _what(event: Event) -> str:
 
 
 def _some(hashes: list[str]) -> str:
-    """Return the names as other commands take them, and how many are left out."""
+    """Return the hashes as other commands take them, and the number of those left out."""
     left_out = len(hashes) - NAMES_MAX
     return " ".join(hashes[:NAMES_MAX]) + (f" … {left_out} more" if left_out > 0 else "")
 

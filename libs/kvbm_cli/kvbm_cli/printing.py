@@ -1,4 +1,4 @@
-"""How figures and tables are printed: units, short counts, and no cut where output is piped."""
+"""Printing of figures and tables: units, short counts, and whole lines where output is piped."""
 
 from __future__ import annotations
 

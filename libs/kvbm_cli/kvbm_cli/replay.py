@@ -34,9 +34,9 @@ class Requests:
 
 
 def requests_of(requests: Iterable[Iterable[int | str]]) -> Requests:
-    """Name the blocks of each request by all ids up to theirs, as tiers name blocks.
+    """Name the blocks of each request by all ids up to theirs, as tiers do.
 
-    Equal ids behind different prefixes are so different blocks, as they are in a tier.
+    So equal ids after different prefixes are different blocks.
     """
     names: dict[tuple[SequenceHash, int | str], SequenceHash] = {}
     chains: list[Chain] = []
@@ -94,11 +94,11 @@ def _serve(chain: Chain, policy: EvictionPolicy, here: set[SequenceHash], slot_c
 def bound_of(requests: Requests, slot_count: int) -> int:
     """Return the most blocks that any policy can hit, even one that knows the future.
 
-    Between two uses a block is kept, or not; kept, it takes a slot from the one request to the
-    other. Choose as many such spans as there can be with no more than `slot_count` at any time:
-    whenever there are too many, give up the one that ends last (Belady's rule; of equal ends the
-    deeper block). That is optimal for spans (Carlisle and Lloyd 1995). Since a block's next use is
-    never before its parent's, no block is kept without its parent: the hits are prefix hits.
+    Between two uses a block is kept or not; if kept, it takes a slot from one request to the other.
+    Choose as many such spans as possible with at most `slot_count` at any time: whenever there are
+    too many, give up the one that ends last (Belady's rule; of equal ends the deeper block). That
+    is optimal for spans (Carlisle and Lloyd 1995). A block's next use is never before its
+    parent's, so no block is kept without its parent: the hits are prefix hits.
 
     No tier reaches it, because it also needs no slot for a block that does not come back.
     """

@@ -1,4 +1,4 @@
-"""The consolidator's shell: connectors and engines on ZMQ in, events and offers on NATS out."""
+"""Service of the consolidator: connectors and engines on ZMQ in, events and offers on NATS out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The users of the nats-server that `kvbm up` starts: a random password for each role, in a file.
+"""Embedded nats-server of `kvbm up`: its users, with a random password for each role in a file.
 
 The files stay from start to start, so a consumer that was given one keeps its access. A file with
 the seed of an NKey is taken as well. What other users could read or write is made again.

@@ -1,4 +1,4 @@
-"""Where the certificates of a layout go: servers, and a client's for each directory of a host."""
+"""TLS files of a layout: the servers' certificates, and a client's in each host's directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stack that runs already, seen by sim engines that join it."""
+"""Attached demo: sim engines that join a stack that runs already."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvbm_common.service.process import make_registry
 from kvbm_cli.demo.check import Tiers, wait_until
 
 CONNECT_DEADLINE_S = 30.0
-"""Containers that start together: NATS may be the last."""
+"""The time to reach NATS: of containers that start together it may be the last."""
 READY_DEADLINE_S = 60.0
 NEEDED = ("consolidator", "host-tier")
 """Without these on this host, and an index on any, there is nothing to show."""
@@ -35,7 +35,7 @@ class AttachedStack:
     def __init__(self) -> None:
         self.settings = Settings.load()
         self.name = f"sim-{secrets.token_hex(3)}"
-        """Begins the engines' names: several demos may run at once."""
+        """The prefix of the engines' names: several demos may run at once."""
         self._bus: Bus | None = None
         self._registry: Registry | None = None
 
@@ -46,7 +46,7 @@ class AttachedStack:
 
     @property
     def admin(self) -> NatsAccess:
-        """How the role admin reaches NATS; raises ConfigError."""
+        """Return the access of the role admin to NATS; raises ConfigError."""
         return nats_access(self.settings, ADMIN)
 
     async def __aenter__(self) -> Self:

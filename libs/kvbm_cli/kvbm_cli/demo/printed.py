@@ -1,4 +1,4 @@
-"""The table at the end of a demo run, with a legend of what its rows mean."""
+"""Printed result of a demo run: a table, with a legend of what its rows mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a demo has come: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress of a demo: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 

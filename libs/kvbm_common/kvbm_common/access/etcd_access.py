@@ -1,4 +1,4 @@
-"""How a process reaches etcd: TLS, a certificate or a password of its own.
+"""Access to etcd: TLS, and a certificate or a password of the process's own.
 
 Without them etcd is taken only on this machine, or where `KVBM_ETCD_OPEN` says that the network is
 KVBM's alone. Files are read again for each connection.

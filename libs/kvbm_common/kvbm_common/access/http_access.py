@@ -63,7 +63,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Which token has which role."""
+    """The tokens, and the role of each."""
 
     tokens: tuple[Token, ...] = ()
     without_token: Role = "none"

@@ -1,4 +1,4 @@
-"""How a process reaches NATS: the servers, its credentials, TLS, and the inboxes of its role.
+"""Access to NATS: the servers, a process's credentials, TLS, and the inboxes of its role.
 
 Without credentials or TLS a server is taken only on this machine, or where `KVBM_NATS_OPEN` says
 that the network is KVBM's alone. Files are read again for each connection.

@@ -36,8 +36,8 @@ LANES_MAX = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where blocks are in memory: block b is `lengths[p]` bytes at `addresses[b, p]`, for every
-    piece p, back to back."""
+    """The places of blocks in memory: block b is `lengths[p]` bytes at `addresses[b, p]`, for
+    every piece p, back to back."""
 
     addresses: Numbers
     lengths: Numbers
@@ -95,7 +95,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """Which pieces of a block are summed together: piece p is in lane `of_piece[p]`.
+    """The pieces of a block that are summed together: piece p is in lane `of_piece[p]`.
 
     Pieces go in their own order, that of memory: a lane waits while others have their turn.
     """

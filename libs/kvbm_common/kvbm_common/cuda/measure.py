@@ -1,4 +1,4 @@
-"""Measure: from which size of a piece on does the copy engine do? Both ways.
+"""Measure: the smallest piece, each way, for which the copy engine is fast enough.
 
 Taken once at the start, with some megabytes of memory of its own, and for `kvbm doctor`. The kernel
 takes multiprocessors: beside it a matrix product takes up to twice its time, beside the copy engine

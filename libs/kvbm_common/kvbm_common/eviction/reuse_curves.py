@@ -1,4 +1,4 @@
-"""When blocks come back: curves by kind of block and age, learned from a sample of all names.
+"""Reuse curves: when blocks come back, by kind and age, learned from a sample of all names.
 
 An *age* is the number of uses of any block since the last use of this one. Of the sampled names
 every use is remembered for some time, whether the tier still has the block or not. So a curve says

@@ -1,4 +1,4 @@
-"""How often names were asked for lately, in a table that grows with its use up to a bound.
+"""Sketch of how often names were asked for lately; its table grows with use up to a bound.
 
 A count-min sketch with two places per name and conservative update, halved now and then so that
 what was popular long ago is forgotten (TinyLFU, Einziger et al. 2017). It counts names that the

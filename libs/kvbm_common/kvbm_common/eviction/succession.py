@@ -1,4 +1,4 @@
-"""A policy that has taken over from others: their blocks leave first, in the order of each.
+"""Succession of policies: blocks of replaced policies leave first, in the order of each.
 
 A tier of a million blocks could hand them all over in seconds only. So a block stays with the
 policy that it came to until it is used again, and then it is admitted to the policy in force:

@@ -1,17 +1,17 @@
-"""The NATS client library, with direct subscriptions, which take messages as they are read.
+"""Direct client: nats-py with direct subscriptions, which take messages as they are read.
 
-The library gives every subscription a queue and a task, and its parser copies: that is most of what
-a small message costs. What a *direct* subscription is sent is cut out of the bytes that were read,
-and what was read together is handed over together, at once. Everything else, and what is not whole
-yet, takes the library's way: a message that came in pieces arrives here again, in its place.
+The library gives every subscription a queue and a task, and its parser copies: that is most of the
+cost of a small message. For a *direct* subscription, messages are cut out of the bytes of one read,
+and handed over together, at once. Everything else, and each message that is not complete yet, takes
+the library's way; a message that came in pieces arrives here again, in its place.
 
 That needs private parts of the library, and this module is the only one that uses any. A client
 looks for them when it is made, and sends itself a message before it connects. In a release without
-them subscriptions take the library's public way: slower, but the same messages in the same order.
+them, subscriptions take the library's public way: slower, but the same messages in the same order.
 
-Private is also the moment when a client introduces itself: then the connection must be encrypted,
-if it is to be, and files with credentials are read again. A release that has no such moment gets no
-credentials, and the connection is given up (`check_introduced`).
+The hook for the CONNECT message is private, too. There the client checks that the connection is
+encrypted, if it has to be, and reads the files with credentials again. A release without that hook
+gets no credentials, and the connection is closed (`check_introduced`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from kvbm_common.nats.raw_messages import LINE_END, RawMessage, cut_front
 MESSAGES = (b"MSG ", b"HMSG ")
 PONG = b"PONG\r\n"
 HELD_BYTES_MAX = 65_536
-"""What has come of a message waits for its end here, unless it is long: then it would be copied
-again with everything that is read."""
+"""The longest part of a message that is held until its end comes. Each read copies it again, so
+longer messages are left to the library's parser."""
 
 library.DEFAULT_BUFFER_SIZE = 131_072
 """Read at once, by every client of this process: the library's 32 KiB are few events."""
@@ -51,11 +51,11 @@ CLOSED_WITHIN_S = 0.5
 
 
 class _Transport(TcpTransport):
-    """A connection whose end is waited for with a deadline: over TLS it may never be announced."""
+    """A connection that closes by a deadline: over TLS its end may never be announced."""
 
     async def drain(self) -> None:
-        """Send what is buffered. That the connection is lost, its reader says: an error here would
-        end the library's `close` in the middle."""
+        """Send what is buffered. The reader reports a lost connection: an error here would end the
+        library's `close` in the middle."""
         with contextlib.suppress(ConnectionError):
             await super().drain()  # type: ignore[no-untyped-call]
 
@@ -96,13 +96,13 @@ PINGS_SPARED = 2
 sends does not prove that it hears us."""
 
 UNKNOWN_CLIENT = ("authorization violation", "authentication expired", "authentication revoked")
-"""What a server says to a client whose credentials it does not take any more."""
+"""Errors of a server that does not accept a client's credentials any more."""
 
 log = logging.getLogger(__name__)
 
 
 class Unintroduced(Error):
-    """A server to which this client does not introduce itself; the text says why."""
+    """A server to which this client sends no credentials; the text says why."""
 
 
 def missing_parts(of: object, parts: Mapping[str, type]) -> list[str]:
@@ -135,7 +135,7 @@ class DirectClient(Client):
         """By the id of the subscription, as it stands in the protocol."""
         self._ids: dict[Subscription, bytes] = {}
         self._has_heard = False
-        """Whether anything has come since the last probe of the connection."""
+        """Whether any bytes came since the last probe of the connection."""
         self._pings_spared = 0
         missing = missing_parts(self, CLIENT_PARTS) or missing_parts(self._ps, PARSER_PARTS)
         self.is_direct = not missing
@@ -195,9 +195,9 @@ class DirectClient(Client):
         await asyncio.shield(self._ending)
 
     async def _process_connect_init(self) -> None:
-        """Close the connection to a server that this client does not come to terms with.
+        """Connect to a server as a client; close the connection if that fails.
 
-        The library would forget it while it is open, at every try.
+        The library would leave the connection open, at every try.
         """
         try:
             await super()._process_connect_init()
@@ -207,13 +207,13 @@ class DirectClient(Client):
             raise
 
     def _connect_command(self) -> bytes:
-        """Return what introduces the client to the server, once it may be said."""
+        """Return the CONNECT message, once credentials may be sent."""
         if self._access is not None:
             self._introduce(self._access)
         return super()._connect_command()
 
     def _introduce(self, access: NatsAccess) -> None:
-        """Take what the files say now, on an encrypted connection if it is to be one."""
+        """Take the credentials that the files have now; require TLS if the access wants it."""
         if access.wants_tls and self._transport_fact("ssl_object") is None:
             raise Unintroduced("the server speaks no TLS, and nothing else will do")
         try:
@@ -233,9 +233,9 @@ class DirectClient(Client):
         return writer.get_extra_info(name) if writer is not None else None
 
     async def _process_err(self, err_msg: str) -> None:
-        """Connect again when a server does not know us any more and has ended the connection.
+        """Connect again when a server no longer accepts our credentials and closed the connection.
 
-        The library would stay away; but the file may have other credentials by now.
+        The library would not retry, but the file may have other credentials by now.
         """
         if any(text in err_msg for text in UNKNOWN_CLIENT):
             await self._process_op_err(AuthorizationError())
@@ -256,7 +256,7 @@ class DirectClient(Client):
         try:
             subscription = await self.subscribe(subject, cb=_never)
         except BaseException:
-            del self._direct[subscription_id]  # Else the next one with this id would be mistaken.
+            del self._direct[subscription_id]  # The id may be used again.
             raise
         if self._sid != number:
             del self._direct[subscription_id]
@@ -280,7 +280,7 @@ class DirectClient(Client):
         self._direct.pop(self._ids.pop(subscription, b""), None)
 
     def heard(self) -> None:
-        """Note that the connection lives: something has come that was not asked for."""
+        """Note that the connection lives: bytes came that are no answer to a probe."""
         self._has_heard = True
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
@@ -330,7 +330,7 @@ def _raw(message: Msg) -> RawMessage:
 
 
 class _DirectParser(Parser):
-    """Takes whole messages of direct subscriptions from the front of what has been read."""
+    """A parser that takes complete messages of direct subscriptions from the front of a read."""
 
     def __init__(self, client: DirectClient, direct: Mapping[bytes, Take]) -> None:
         super().__init__(client)
@@ -358,7 +358,7 @@ class _DirectParser(Parser):
         return bool(cut_front(data, 0)[1])
 
     def _take_front(self, data: bytes) -> bytes:
-        """Hand messages over until something else comes; returns it and what is behind it."""
+        """Hand over the leading messages of direct subscriptions; return the remaining bytes."""
         at = 0
         while True:
             subscription, messages, end = cut_front(data, at)

@@ -14,7 +14,7 @@ class EventPacker:
         assert blocks_max > 0, blocks_max
         self._blocks_max = blocks_max
         self._events: dict[tuple[str, str], list[Packable]] = {}
-        """By host and source: the order counts within a source only."""
+        """The waiting events by host and source: order matters within a source only."""
         self.event_count = 0
         """How many events wait."""
         self._blocks = 0
@@ -43,8 +43,8 @@ class EventPacker:
 
 
 def _messages(events: list[Packable], blocks_max: int) -> Iterator[list[Packable]]:
-    """Yield the events of one source in messages: their numbers have no hole, and beyond
-    `blocks_max` blocks there is only a single event."""
+    """Yield the events of one source in messages: without a gap in their numbers, and with at most
+    `blocks_max` blocks unless a single event has more."""
     message, blocks = list[Packable](), 0
     for event in events:
         size = block_count(event)

@@ -1,7 +1,7 @@
-"""A subscription to a stream that delivers every message in order, whatever happens to NATS.
+"""Event subscription: delivers every message of a stream in order, through reconnections.
 
 It owns an ephemeral push consumer without acknowledgements. Messages carry two numbers: their
-position in the stream, and their number in the consumer. A new consumer continues behind the last
+position in the stream, and their number in the consumer. A new consumer continues after the last
 position delivered
 
 - when a consumer number is missing: a message was lost on the way,
@@ -12,11 +12,11 @@ If the stream was replaced (deleted, or NATS lost its store), delivery restarts 
 readers know their events by (source, epoch, seq) and drop those that they have seen. Messages that
 were lost with the old stream need not show as a gap, so `on_stream_lost` tells the reader.
 
-The same call tells of messages that the stream dropped before a slow reader took them. A
-subscription to the whole stream sees a hole in the positions; the call comes when everything before
-the hole was delivered. A subscription to a part has holes anyway. There a watch compares every
-`CHECK_S` what the stream still has with how far delivery is known to be complete
-(`stream_positions`), and the call comes a little later.
+The same callback reports messages that the stream dropped before a slow reader took them. A
+subscription to the whole stream sees a gap in the positions; the callback runs when everything
+before the gap was delivered. A subscription to a part has gaps anyway. There a watch compares,
+every `CHECK_S`, the oldest message of the stream with the position up to which delivery is known to
+be complete (`stream_positions`), and the callback runs a little later.
 
 Flow control bounds the messages in flight: the server pauses until we answer its request, and we
 answer when the reader has taken everything before it.
@@ -64,7 +64,7 @@ from kvbm_common.nats.streams import StreamSpec
 SILENCE_S = 3.0
 """After so long without a message or heartbeat the consumer is taken for lost."""
 CHECK_S = 5.0
-"""How often a subscription to a part of a stream looks whether messages were dropped."""
+"""The interval at which a subscription to a part of a stream looks for dropped messages."""
 BATCH_MAX = 128
 """Messages per batch: enough to amortise a wake-up, few enough to keep the event loop alive."""
 CONTROL = "100"
@@ -94,7 +94,7 @@ class EventSubscription:
         """When the last message or heartbeat came."""
         self._on_stream_lost = on_stream_lost or (lambda: None)
         self._whole = spec.is_all(subject) and start != "last_per_subject"
-        """Whether every message of the stream is wanted, so that a hole in positions is a loss."""
+        """Whether every message of the stream is wanted, so that a gap in positions is a loss."""
         self._watched = on_stream_lost is not None and not self._whole
         self._horizon = Horizon()
         self._consumer_name = ""
@@ -117,7 +117,7 @@ class EventSubscription:
         self.refusal = ""
         """Why no consumer could be made the last time; empty: there is one, or none was tried."""
         self.recreated = 0
-        """How often a consumer was made again, without the first one."""
+        """Consumers made after the first one."""
 
     @property
     def live(self) -> bool:
@@ -188,7 +188,7 @@ class EventSubscription:
             if self._take_several(batch):
                 continue
             message = self._arrived[0]
-            # An event says where it stands; its headers need not be read to tell what it is.
+            # The reply subject of an event has its position, so its headers are not read.
             if not is_event(message):
                 self._arrived.popleft()
                 # Any other status means that the consumer has ended.
@@ -197,7 +197,7 @@ class EventSubscription:
             else:
                 place = positions_of(message.reply)
                 if batch and self._whole and 0 < self._position < place[0] - 1:
-                    break  # The call about the loss comes between two batches.
+                    break  # The loss is reported between two batches.
                 self._arrived.popleft()
                 intact = self._take_message(message, place, batch)
             if not intact:
@@ -302,7 +302,7 @@ class EventSubscription:
                 await backoff.sleep()
 
     def _refused(self, error: KvbmError) -> None:
-        """Remember why there is no consumer; what the server refuses is counted and logged."""
+        """Remember why there is no consumer; count and log a refusal by the server."""
         self.refusal = str(error)
         if isinstance(error, (BusUnavailable, DeadlineExceeded)):
             _log.debug("%s: no consumer yet: %s", self._spec.name, error)

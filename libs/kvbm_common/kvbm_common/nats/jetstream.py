@@ -185,7 +185,7 @@ class StreamInfo(msgspec.Struct, frozen=True):
 
 
 class PublishAck(msgspec.Struct, frozen=True):
-    """Where the server stored a message."""
+    """The server's answer to a publication: where it stored the message."""
 
     seq: int
 

@@ -1,4 +1,4 @@
-"""NIXL as it is installed here: its import, its errors, and what its back ends are given."""
+"""The library NIXL as it is installed: its import, errors, and its back ends' parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The single-threaded half of the mover: the agent and its transfers.
+"""Pump: the single-threaded half of the mover, with the agent and its transfers.
 
 `mover_thread.py` has the theory; this module is driven by its thread only, so nothing here locks.
 """

@@ -1,4 +1,4 @@
-"""Ranges of memory or of a file: those that are registered, and those that a transfer moves."""
+"""Spans of memory or of a file: those that are registered, and those that a transfer moves."""
 
 from __future__ import annotations
 

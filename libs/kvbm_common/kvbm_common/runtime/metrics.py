@@ -162,7 +162,7 @@ def _help(name: str) -> str:
 
 
 class TransferFigures:
-    """How long the transfers of a process took and how large they were, by path: `d2h`, `h2d` …"""
+    """The durations and sizes of a process's transfers, by path: `d2h`, `h2d` …"""
 
     def __init__(self, metrics: Metrics) -> None:
         self._seconds = metrics.histogram(

@@ -239,7 +239,7 @@ async def serve(kind: str, main: Main, settings: Settings, stopping: asyncio.Eve
 
 @dataclass(slots=True)
 class _Standing:
-    """How far a life has come: the answer of `/readyz`."""
+    """The readiness of a process: the answer of `/readyz`."""
 
     waits_for: str = "NATS"
     context: ServiceContext | None = None

@@ -177,7 +177,7 @@ class PrefetchRequest(_Change, frozen=True, kw_only=True):
 
 
 class PrefetchReply(_Message, frozen=True, kw_only=True):
-    """How many blocks, from the first on, are in host memory; `filled` of them were brought now."""
+    """The blocks, from the first on, that are in host memory; `filled` of them were brought now."""
 
     blocks: Natural
     filled: Natural
@@ -196,8 +196,8 @@ class ResizeRequest(_Change, frozen=True, kw_only=True):
 
 
 class ResizeReply(_Message, frozen=True, kw_only=True):
-    """How many slots may be used now and before, and how many there are. With `more`, the same
-    request goes on."""
+    """The slots that may be used now and before, and all that there are. With `more`, the request
+    has not ended: send it again."""
 
     slots: Natural
     was: Natural

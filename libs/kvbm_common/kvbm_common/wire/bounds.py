@@ -18,7 +18,7 @@ REACH = "kvbm_bound_reach_seconds"
 
 
 class Fill(NamedTuple):
-    """How full one bound is now."""
+    """The present fill of one bound."""
 
     used: float
     size: float

@@ -1,4 +1,4 @@
-"""Encoding and decoding with a size limit and one error type."""
+"""Codecs: encoding and decoding with a size limit and one error type."""
 
 from __future__ import annotations
 

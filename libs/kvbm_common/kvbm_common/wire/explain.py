@@ -1,5 +1,7 @@
-"""Verbs that say why: of each lookup that a host tier has answered, where its blocks came from and
-why others did not; of a block that a lower tier has not, what has become of it.
+"""Explain verbs: why blocks were found or missed.
+
+For each lookup that a host tier has answered: where its blocks came from, and why others did not.
+For a block that a lower tier lacks: what became of it.
 
 A host tier keeps its last requests (`KVBM_EXPLAIN_REQUESTS`). Times are wall-clock ms since 1970.
 """

@@ -38,7 +38,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteRequest(ScoreRequest, frozen=True, kw_only=True):
-    """Which engine should take a prompt? A tier's weight is the part of a block's cost it saves."""
+    """The question which engine should take a prompt.
+
+    A tier's weight is the part of a block's cost that it saves.
+    """
 
     engines: Annotated[list[EngineLoad], Meta(max_length=ENGINES_MAX)] = msgspec.field(
         default_factory=list

@@ -36,7 +36,10 @@ class MatchBatchReply(_OfPartitions, frozen=True, kw_only=True):
 
 
 class ScoreRequest(MatchRequest, frozen=True, kw_only=True):
-    """The question how much of a prompt each holder has, in weights of the best tiers."""
+    """The question how much of a prompt each holder has.
+
+    A block counts with the weight of the best tier that has it.
+    """
 
     weights: dict[Tier, Weight] = msgspec.field(default_factory=dict)
     """A tier that is not named counts as in DEFAULT_WEIGHTS."""

@@ -151,7 +151,7 @@ class ReleaseReply(_Message, frozen=True, kw_only=True):
 
 
 class DoorRequest(_Message, frozen=True, kw_only=True):
-    """Where can another host read this arena? Blocks are leased before they are read."""
+    """The question where another host reads this arena. It leases blocks before it reads them."""
 
     any_size: bool = False
     """The asker knows slots of several sizes. One that does not is refused: `one_size`."""

@@ -1,4 +1,4 @@
-"""The bounds of a disk tier's core, the medium below it, and what every part of it is given."""
+"""Limits of a disk tier's core, the medium below it, and what every part of it is given."""
 
 from __future__ import annotations
 

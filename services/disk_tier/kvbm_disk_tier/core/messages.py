@@ -206,7 +206,7 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How many blocks in flight keep a store busy; None: that is not known."""
+    """The blocks in flight that keep a store busy; None: not known."""
 
     reads: int | None = None
     writes: int | None = None

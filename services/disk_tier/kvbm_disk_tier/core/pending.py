@@ -87,7 +87,7 @@ class Admission:
 
 
 class BatchSize:
-    """How many transfers one batch has: it follows the disk between one and `most`.
+    """The number of transfers in a batch: it follows the disk between one and `most`.
 
     Lease, release, record and announcement cost the same for any batch, together more than a fast
     disk takes to write 16 MiB. On a slow disk a large batch would only wait, and so would its

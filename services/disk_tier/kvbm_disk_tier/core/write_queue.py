@@ -1,9 +1,9 @@
-"""The queue of blocks that wait to be written: oldest first for each tenant, and tenants in turn.
+"""Write queue: blocks that wait to be written, oldest first for each tenant, and tenants in turn.
 
-The next batch is of the tenant that has had the fewest bytes for its weight. So tenants share the
-disk and its write budget, and one that waits is never behind the queue of another. A tenant that
-comes back does not catch up on what it left to others: it begins at the queue's clock, which
-stands where the last batch began (start-time fair queueing). When nothing waits all begin at zero.
+The next batch is of the tenant that has written the fewest bytes for its weight. So tenants share
+the disk and its write budget, and none waits for the whole queue of another. A tenant that comes
+back does not catch up on bytes that it left to others: it begins at the queue's clock, the value at
+which the last batch began (start-time fair queueing). When the queue is empty all begin at zero.
 
     gold 300 bytes, weight 3; silver 100, weight 1     both at 100: the next batch is of either
     gold has written 900 alone, with blocks waiting    at 300; silver comes and begins there
@@ -25,12 +25,12 @@ class Told(NamedTuple):
     instance: str
     """The host tier that had it."""
     block_bytes: int = 0
-    """0: that was not said."""
+    """The size of the block; 0: not known."""
     namespace: bytes = b""
 
 
 class WriteQueue(dict[SequenceHash, Told]):
-    """Block → what was told of it, oldest first; it changes by the methods below only."""
+    """Block → its owner and size, oldest first; it changes by the methods below only."""
 
     def __init__(self, tenants: Tenants) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class WriteQueue(dict[SequenceHash, Told]):
         self._owner: dict[SequenceHash, Tenant] = {}
         """Block → its tenant when it came: a tenant may get a share of its own later."""
         self._queues: dict[Tenant, OrderedDict[SequenceHash, Told]] = {}
-        """By tenant; those that wait for something."""
+        """Tenant → its waiting blocks; tenants without any are not listed."""
         self._had: dict[Tenant, float] = {}
-        """Bytes that a tenant has had for its weight, since the last time that nothing waited."""
+        """Tenant → bytes written for its weight since the queue was last empty."""
         self._clock = 0.0
-        """What the tenant of the last batch had had before it."""
+        """The value in `_had` of the last batch's tenant when the batch began."""
 
     def add(self, name: SequenceHash, told: Told) -> None:
-        """Let a block wait behind all others of its tenant."""
+        """Append a block to the queue of its tenant."""
         assert name not in self, f"{name.hex()} waits already"
         tenant = self._tenants.of(told.namespace)
         queue = self._queues.get(tenant)
@@ -56,7 +56,7 @@ class WriteQueue(dict[SequenceHash, Told]):
         tenant.block_count += 1
 
     def _begin(self, tenant: Tenant) -> OrderedDict[SequenceHash, Told]:
-        """Return a new queue of a tenant that has waited for nothing."""
+        """Return a new queue for a tenant without waiting blocks."""
         assert tenant not in self._queues, f"{tenant} has a queue"
         if len(self._had) > 2 * TENANTS_MAX:
             known = set(self._tenants)
@@ -76,13 +76,13 @@ class WriteQueue(dict[SequenceHash, Told]):
         return told
 
     def take(self, names: Sequence[SequenceHash], size: int) -> None:
-        """Take blocks of one tenant out that are written now, of so many bytes."""
+        """Take out blocks of one tenant, of so many bytes: they are written now."""
         assert names, "a batch has blocks"
         tenant = self._owner[names[0]]
         for name in names:
             assert self._owner[name] is tenant, f"{name.hex()} is of another tenant"
             self.remove(name)
-        # One whose blocks could not be written yet may have had less than the one that is served.
+        # A tenant whose blocks cannot be written yet may have less than the one that is served.
         self._clock = max(self._clock, self._had[tenant])
         self._had[tenant] += size / tenant.weight
         if not self._queues:
@@ -90,18 +90,18 @@ class WriteQueue(dict[SequenceHash, Told]):
             self._clock = 0.0
 
     def put_back(self, name: SequenceHash, told: Told, size: int) -> None:
-        """Let a block that was taken, and not written, wait before all others of its tenant."""
+        """Put a block that was taken, and not written, at the head of its tenant's queue."""
         self.add(name, told)
         tenant = self._owner[name]
         self._queues[tenant].move_to_end(name, last=False)
         self._had[tenant] = max(0.0, self._had[tenant] - size / tenant.weight)
 
     def move_to_end(self, name: SequenceHash) -> None:
-        """Let a block wait behind all others."""
+        """Move a block to the end of its tenant's queue."""
         self.add(name, self.remove(name))
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all waiting blocks."""
         for tenant in self._queues:
             tenant.block_count = 0
         super().clear()
@@ -119,7 +119,7 @@ class WriteQueue(dict[SequenceHash, Told]):
     def newest_of_fullest(self, told: Told) -> SequenceHash | None:
         """Return the newest block of the tenant whose queue is longest for its weight.
 
-        None: the one with a block more is longest itself.
+        None: with one block more, the tenant of `told` has the longest queue itself.
         """
         assert self._queues, "no tenant waits in a full queue"
         asking = self._tenants.of(told.namespace)

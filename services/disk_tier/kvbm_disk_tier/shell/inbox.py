@@ -1,4 +1,4 @@
-"""Inputs that must reach a busy core: they wait for room, since they are sent only once."""
+"""Inbox: inputs that must reach a busy core wait for room, since they are sent only once."""
 
 from __future__ import annotations
 

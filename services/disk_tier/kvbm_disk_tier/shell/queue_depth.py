@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How much is in flight, from the configuration."""
+    """The configured numbers of what is in flight at once."""
 
     queue_depth: int | None = None
     """Blocks; None: measured."""

@@ -1,4 +1,4 @@
-"""The disk tier as a process: the shell around its core and the store of its directory."""
+"""Service of the disk tier: the shell around its core and the store of its directory."""
 
 from __future__ import annotations
 

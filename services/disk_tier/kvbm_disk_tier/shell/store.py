@@ -67,7 +67,7 @@ class StoreBusy(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How the files are made, from the configuration."""
+    """The configured properties of the store's files."""
 
     directory: Path
     capacity_bytes: int

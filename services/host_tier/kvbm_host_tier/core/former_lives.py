@@ -9,7 +9,7 @@ FORMER_LIVES_MAX = 256
 
 
 class FormerLives:
-    """Which lives are refused; bounded, the oldest is forgotten."""
+    """The lives that are refused; bounded, the oldest is forgotten."""
 
     def __init__(self) -> None:
         self._lives: dict[EngineId, None] = {}

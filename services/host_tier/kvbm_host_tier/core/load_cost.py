@@ -1,14 +1,13 @@
-"""The choice between loading and computing: what would take longer to come is left to compute.
+"""Load cost: the choice, for each run, which blocks to load and which to leave to the engine.
 
-The engine's connector measures what its prefill takes and says so in each lookup
-(`prefill_cost.py`); an operator may say it instead (KVBM_RECOMPUTE_TOKENS_PER_S). What loads take
-is measured here (`load_times.py`). A hit is a prefix, and the engine computes what is behind it
-only when it has come. So the run ends where computing the rest is cheapest: behind the last block
-whose coming saves more than it takes.
+The engine's connector measures its prefill and reports the cost in each lookup (`prefill_cost.py`);
+an operator may configure it instead (KVBM_RECOMPUTE_TOKENS_PER_S). The times of loads are measured
+here (`load_times.py`). A hit is a prefix, and the engine computes the rest only after the hit has
+arrived. So the run ends after the last block that saves more time than its load takes.
 
-Where nothing was measured, a load is made and measured. A medium that lost is tried again: when no
-load of it has ended for a while, the first blocks that were left are brought all the same. The
-lookup does not wait for them, so that trying costs a small read and no request any time.
+Without measurements a load is made and measured. A medium that was slower is tried again: when no
+load from it has ended for a while, the first blocks that were left out are loaded all the same. The
+lookup does not wait for them, so a try costs a small read and delays no request.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from kvbm_host_tier.core.open_lookup import Medium, OpenLookup
 from kvbm_host_tier.core.waiting import Waiting
 
 TRY_SHARE = 10
-"""A medium that is left is tried so that this times what a try takes lies between two tries…"""
+"""The pause between two tries of a slower medium, in multiples of a try's duration."""
 TRY_MS = (200, 5_000)
-"""… but never more often and never more seldom than this."""
+"""The shortest and the longest pause between two tries."""
 EXPLORED_BLOCKS = (4, 16)
-"""Sizes of a try, in turn: two sizes tell what a load takes beside its bytes."""
+"""Sizes of tries, in turn: with two sizes the fixed part of a load's time is known."""
 FAVOUR = 1.1
 """The factor by which the last choice for a medium and a length must be dearer to be changed."""
 NO_LOOKUP = (0, 0)
-"""The place that waits for blocks of a try. No lookup has that number."""
+"""The lookup that waits for blocks of a try: a number that no lookup has."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """Where a run ends, so that the engine has the rest of it soonest."""
+    """The chosen end of a run, with which the engine has all of its prompt soonest."""
 
     end: int
     comes_ms: float = 0.0
-    """What all that was on offer would take to come."""
+    """The time in which all wanted blocks would arrive."""
     compute_ms: float = 0.0
-    """… and to compute."""
+    """The time in which the engine would compute them."""
 
 
 class LoadCost:
-    """The decisions, and what was decided last for each medium and length."""
+    """The decisions, and the last one for each medium and length."""
 
     def __init__(
         self, table: SlotTable, below: LowerTiers, waiting: Waiting, times: LoadTimes, means: Means
@@ -66,14 +65,16 @@ class LoadCost:
         speed = means.limits.recompute_tokens_per_s
         self._said = PrefillCost(max(1, round(1e9 / speed))) if speed else None
         self._left: set[tuple[Medium, int]] = set()
-        """Medium and length (its number of bits) of what was left to compute last."""
+        """Medium and length (its number of bits) of runs that were last left to compute."""
         self._tries = 0
 
     def cut(
         self, lookup: OpenLookup, fills: Sequence[SequenceHash], now_ms: int
     ) -> list[SequenceHash]:
-        """Cut the run where the rest is computed sooner. Returns the blocks to be brought, some
-        of them perhaps behind the run, to be measured."""
+        """Cut the run where the rest is computed sooner; return the blocks to load.
+
+        Some of them may lie after the run's end: a try, to be measured.
+        """
         cost = self._cost_of(lookup)
         if cost is None or None not in lookup.slots:
             return list(fills)
@@ -99,8 +100,8 @@ class LoadCost:
             f"{choice.comes_ms:.0f} ms to come, {choice.compute_ms:.0f} ms to compute, "
             f"{looks.of(place).queued >> 20} MiB under way"
         )
-        behind = set(left)
-        return [name for name in fills if name not in behind] + self._tried(left, place, now_ms)
+        after_end = set(left)
+        return [name for name in fills if name not in after_end] + self._tried(left, place, now_ms)
 
     def _cost_of(self, lookup: OpenLookup) -> PrefillCost | None:
         """Return what the engine takes to compute; None: its blocks are brought."""

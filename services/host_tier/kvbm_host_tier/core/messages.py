@@ -42,7 +42,7 @@ class EngineId:
 
 @dataclass(frozen=True, slots=True)
 class ArenaInfo:
-    """Where the arena is. `agent` is the NIXL metadata through which others read it."""
+    """The place of the arena. `agent` is the NIXL metadata through which others read it."""
 
     path: str
     address: int

@@ -1,4 +1,4 @@
-"""Which of many blocks are here for an engine, and which may come: asked by a plan over KV groups.
+"""Presence: the blocks that an engine can have now or may get, for a plan over KV groups.
 
 A long prompt has thousands of blocks, and often most are absent. So sets are compared first.
 """
@@ -50,7 +50,7 @@ class Available:
 
 
 class Presence:
-    """Where the blocks are that lookups may have."""
+    """The places of the blocks that lookups may have."""
 
     def __init__(self, table: SlotTable, below: LowerTiers, waiting: Waiting) -> None:
         self._table, self._below, self._waiting = table, below, waiting

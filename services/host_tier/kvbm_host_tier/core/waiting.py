@@ -1,4 +1,4 @@
-"""Blocks on their way in, and the lookups that wait for each: a further lookup may join them."""
+"""Waiting lookups: the blocks on their way in, and the lookups that wait for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of the host tier's core: its counters, and what it expects of loads and engines."""
+"""Figures of the host tier: its core's counters, and what it expects of loads and engines."""
 
 from __future__ import annotations
 

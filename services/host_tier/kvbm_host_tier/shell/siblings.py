@@ -1,4 +1,4 @@
-"""The other host tiers of this host: the registry, the front's lock, and their sockets."""
+"""Siblings, the other host tiers of this host: the registry, the front's lock, sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of one holder as segments, so that a long run costs as much as a short one.
+"""Chains: the blocks of one holder as segments, so that a long run costs as much as a short one.
 
 A *segment* is a stretch of consecutive blocks: their 16-byte names back to back. Each block's
 parent is the block before it; only the first one's parent is stored. Every block that is held is in

@@ -32,7 +32,7 @@ class HeldBy(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where a page begins: with a holder's first block whose name begins with no less than this."""
+    """The start of a page: a holder's first block whose hash begins with no less than `key`."""
 
     holder: tuple[str, str, str, int, int]
     key: int
@@ -51,7 +51,7 @@ class Cursor(NamedTuple):
 
 
 def page_of(held: Sequence[HeldBy], after: str, limit: int) -> tuple[list[HolderDump], str]:
-    """Return at most `limit` blocks behind a cursor, and the cursor behind them; "": all were told.
+    """Return at most `limit` blocks from a cursor on, and the next cursor; "": there is no more.
 
     `held` is in the order of holders. Raises BadRequest.
     """
@@ -66,7 +66,7 @@ def page_of(held: Sequence[HeldBy], after: str, limit: int) -> tuple[list[Holder
         if not room:
             return page, str(Cursor(holder, low))
         names, high = _between(chains.names(), low, room)
-        if len(names) or low:  # What left between two pages is seen by the position.
+        if len(names) or low:  # The position shows which blocks left between two pages.
             page.append(HolderDump(**holder._asdict(), epoch=epoch, seq=seq, hashes=_hex(names)))
         room -= len(names)
         assert room >= 0, f"{-room} blocks too many of {holder}"
@@ -78,8 +78,8 @@ def page_of(held: Sequence[HeldBy], after: str, limit: int) -> tuple[list[Holder
 def _between(names: bytes, low: int, room: int) -> tuple[NDArray[np.uint64], int]:
     """Return the names from `low` on, at most `room` of them, and where the next ones begin.
 
-    Names that agree in their first 8 bytes stay together; where they alone are too many, which no
-    hash makes, the rest of them is left out.
+    Names that agree in their first 8 bytes stay together; if these alone are too many (a hash
+    does not make so many), the rest of them is left out.
     """
     words = np.frombuffer(names, ">u8").reshape(-1, HASH_BYTES // 8)
     keys = words[:, 0]

@@ -25,7 +25,7 @@ Held = tuple[Tier, list[Part]]
 
 
 class Overlap(NamedTuple):
-    """How much of a question a place has: the longest run, by the best tier of each block."""
+    """The part of a question that a place has: the longest run, by the best tier of each block."""
 
     host: str
     source: str

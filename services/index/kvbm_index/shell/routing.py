@@ -1,4 +1,4 @@
-"""The verb `route`: facts from the registry and a question in, an order of engines out."""
+"""Routing, the verb `route`: facts from the registry and a question in, an order of engines out."""
 
 from __future__ import annotations
 

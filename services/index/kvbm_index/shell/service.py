@@ -1,4 +1,4 @@
-"""The index's shell: the event stream and the registry in, answers out."""
+"""Service of the index: the event stream and the registry in, answers out."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
 
 
 class PrefetchQuery(_Query):
-    """Which run to bring into host memory. Give `hashes`, or `tokens` with a `namespace`."""
+    """The run to bring into host memory. Give `hashes`, or `tokens` with a `namespace`."""
 
     hashes: Annotated[list[Hash], _up_to(MATCH_BLOCKS_MAX)] | None = None
     tokens: Annotated[list[TokenId], _up_to(MATCH_BLOCKS_MAX * 64)] | None = None

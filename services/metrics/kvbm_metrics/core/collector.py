@@ -1,4 +1,4 @@
-"""From what all instances have answered to what an operator sees.
+"""Collector: makes what an operator sees from the answers of all instances.
 
 Pure: a `FleetView` goes in, views come out. Nothing here waits, reads a clock or knows HTTP.
 `Totals` is the only class with state.

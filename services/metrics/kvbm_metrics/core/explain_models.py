@@ -1,4 +1,4 @@
-"""The bodies of the routes that say why requests missed."""
+"""Explain models: the bodies of the routes that say why requests missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flows: which way blocks go between engines and tiers, from what tiers have counted. Pure."""
+"""Flows of blocks between engines and tiers, from the tiers' counters. Pure."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ ONBOARDED = (
     "onboard_blocks_o2d",
     "lookup_blocks.remote",
 )
-"""What a host tier has handed to engines, by where it was."""
+"""Counters of blocks that a host tier gave to engines, by where they were."""
 OFFLOADED = ("offload_blocks_h2d", "offload_blocks_d2d", "offload_blocks_d2o")
-"""What a lower tier has stored; each instance counts one of them."""
+"""Counters of blocks that a lower tier stored; each instance counts one of them."""
 OUTCOMES = ("host", "disk", "object", "remote", "miss")
 
 Counted = tuple[Tier, StatsReply, Rate]
-"""An instance of a tier and how fast it counts."""
+"""An instance of a tier: its kind, its statistics, and the rates of its counters."""
 
 
 def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
-    """Return the rates of what goes into one instance of a tier and out of it."""
+    """Return the rates of blocks and bytes into one instance of a tier and out of it."""
     if tier == "host":
         blocks_in = rate.sum("offload_blocks_d2h", "promoted_blocks", "peer_pulled_blocks")
         blocks_out = rate.sum(*ONBOARDED)
         bytes_in = rate.sum("bytes.d2h", "bytes.r2h")
-        # A release before counts neither: all its slots have one length.
+        # Older releases count neither; all their slots have one length.
         bytes_in += _bytes(rate, "bytes.fill", rate.sum("promoted_blocks"), stats)
         bytes_out = _bytes(rate, "bytes.h2d", blocks_out, stats)
     else:
@@ -84,7 +84,7 @@ def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
 
 
 def lookups_of(counted: Iterable[Counted]) -> LookupsView:
-    """Return the rates of what engines ask for and find, over all host tiers."""
+    """Return the rates of lookups and found blocks, over all host tiers."""
     rates = [rate for tier, _, rate in counted if tier == "host"]
     blocks = {
         outcome: sum(one.sum(f"lookup_blocks.{outcome}") for one in rates) for outcome in OUTCOMES

@@ -1,7 +1,7 @@
-"""Services that were registered and are not any more, so that a page shows them where they stood.
+"""Gone services: registered before and not any more; pages still show them in their place.
 
-Pure: what the registry says goes in with the time. A service that went silent is lost, and stays
-until one of its name is back. One that has left by itself goes soon: it was scaled away.
+Pure: registry events go in with the time. A service that went silent is lost, and stays for a day
+or until one of its name is back. One that left by itself stays ten minutes: it was scaled away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbm_common.wire.bounds import Fill
 from kvbm_metrics.core.recent_models import GoneView
 
 GONE_MAX = 1024
-"""Services that are remembered; the one that is gone for the longest is forgotten first."""
+"""Services that are remembered; the one gone for longest is forgotten first."""
 LOST_AGE_S = 24 * 3600.0
 LEFT_AGE_S = 600.0
 
@@ -26,7 +26,7 @@ AGES_S: dict[Manner, float] = {"lost": LOST_AGE_S, "left": LEFT_AGE_S}
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A service, how it went, and when."""
+    """A service that is gone: how it went, and when."""
 
     record: ServiceRecord
     manner: Manner
@@ -54,7 +54,7 @@ class GoneServices:
         self._gone: dict[str, Gone] = {}
 
     def take(self, event: RegistryEvent, now_s: float) -> None:
-        """Take what the registry says: one is back, or one has gone."""
+        """Take an event of the registry: a service is back, or has gone."""
         record = event.record
         if record.kind == ENGINE:
             return
@@ -74,7 +74,7 @@ class GoneServices:
         return Fill(len(self._gone), GONE_MAX)
 
     def of(self, now_s: float) -> list[Gone]:
-        """Return who is gone, sorted as the services that are there."""
+        """Return the services that are gone, sorted as the present ones are."""
         self._expire(now_s)
         return sorted(
             self._gone.values(),

@@ -1,4 +1,4 @@
-"""The last hour of what engines asked for and found: of each host, and of all together.
+"""History: the last hour of what engines asked for and found, by host and in all.
 
 Pure: the rates of a moment go in with the time. A point is what `Rates` knows at the first look in
 its slot of time: the rate over the ten seconds before. A slot without a look stays unknown.

@@ -1,4 +1,4 @@
-"""The bodies of the HTTP API: what its OpenAPI document describes, and nothing else."""
+"""Models of the HTTP API: the bodies that its OpenAPI document describes, and nothing else."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class NamespaceQuery(_Query):
 
 
 class MatchQuery(_Query):
-    """Which holders have how much of a prefix? Give `hashes`, or `tokens` with a `namespace`."""
+    """A question for holders of a prefix. Give `hashes`, or `tokens` with a `namespace`."""
 
     hashes: Annotated[list[Hash], _up_to(MATCH_BLOCKS_MAX)] | None = None
     tokens: Annotated[list[TokenId], _up_to(MATCH_BLOCKS_MAX * 64)] | None = None
@@ -116,7 +116,7 @@ class MatchBatchQuery(_Query):
 
 
 class ScoreQuery(MatchQuery):
-    """The question how much of a prompt each holder has, in weights of the best tiers."""
+    """A question for scores: a block counts with the weight of the best tier that has it."""
 
     weights: Annotated[
         dict[Tier, Annotated[float, Field(ge=0, le=1_000)]],
@@ -334,7 +334,7 @@ class StatusView(_View):
 
 
 class HolderView(view_of(HolderMatch)):  # type: ignore[misc]
-    """How many blocks of the prefix one holder has without a hole, from the first on."""
+    """The blocks of the prefix that one holder has without a gap, from the first on."""
 
 
 class MatchView(AnswerView):

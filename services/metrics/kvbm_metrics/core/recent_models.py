@@ -1,4 +1,4 @@
-"""Bodies of the HTTP API about what was: the last hour, and services that are gone."""
+"""Recent models: bodies of the HTTP API about the last hour, and services that are gone."""
 
 from __future__ import annotations
 

@@ -54,7 +54,10 @@ class EngineQuery(BaseModel):
 
 
 class RouteQuery(ScoreQuery):
-    """Which engine should take a prompt? A tier's weight is the part of a block's cost it saves."""
+    """The question which engine should take a prompt.
+
+    A tier's weight is the part of a block's cost that it saves.
+    """
 
     engines: Annotated[
         list[EngineQuery],

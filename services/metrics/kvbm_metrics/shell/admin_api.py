@@ -1,4 +1,4 @@
-"""The routes of operators: one for each verb of their table, jobs, and the audit stream."""
+"""Admin API: a route for each verb of the operators' table, for jobs, and the audit stream."""
 
 from __future__ import annotations
 

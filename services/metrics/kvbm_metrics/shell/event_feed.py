@@ -1,4 +1,4 @@
-"""The events of all tiers and engines as server-sent events, for pages and `curl -N`."""
+"""Event feed: events of all tiers and engines as server-sent events, for pages and `curl -N`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvbm_metrics.shell.problems import BadQuery
 from kvbm_metrics.shell.state import Api, ApiOf
 
 HEARTBEAT_S = 10.0
-"""How often an idle feed sends a comment: proxies keep it open, and readers notice its end."""
+"""The interval of comments on an idle feed: proxies keep it open, and readers notice its end."""
 TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
 """Feeds at the same time: each is a consumer of the stream in NATS."""
@@ -82,7 +82,7 @@ async def events(
             "messages (`unread_messages`, of one event or many) that were not even read. 0: all.",
         ),
     ] = 0,
-    last_event_id: Annotated[str, Header(description="Go on behind this one.")] = "",
+    last_event_id: Annotated[str, Header(description="Go on after this one.")] = "",
 ) -> EventStream:
     """Stream events as they come, from now on or from the past; `id` is the stream position."""
     start = _start(since, last_event_id)
@@ -143,20 +143,20 @@ class Sample:
 
     @property
     def owes(self) -> bool:
-        """Events were left out, and the reader has not heard of it."""
+        """Whether events were left out that the reader was not informed of."""
         return self._skipped + self._unread > 0
 
     def wait_s(self, now_s: float) -> float:
-        """Return for how many seconds no event passes any more."""
+        """Return the seconds until an event may pass again."""
         is_full = self._per_second and self._room <= 0 and int(now_s) == self._second
         return self._second + 1 - now_s if is_full else 0.0
 
     def leave_out(self, count: int) -> None:
-        """Count messages that were not even read: how many events they have is not known."""
+        """Count messages that were not read, so the number of their events is not known."""
         self._unread += count
 
     def take(self, messages: Sequence[EventMessage], now_s: float) -> bytes:
-        """Return what the reader gets now, as text; once a second also what it has missed."""
+        """Return the text for the reader; once a second with the counts of what was left out."""
         said = b""
         if int(now_s) != self._second:
             self._second, self._room = int(now_s), self._per_second
@@ -188,8 +188,8 @@ async def feed(
 ) -> AsyncGenerator[bytes, None]:
     """Yield batches of messages, as text; comments in between, while nothing happens.
 
-    A sample of everything is read in turns: what no page shows is not even fetched, since reading
-    the events of a busy host costs more than all else that a page asks for.
+    A sample of all events is read in turns: messages beyond it are not fetched, since reading the
+    events of a busy host costs more than all else that a page asks for.
     """
     sample = Sample(per_second, kind)
     yield b": kvbm\n\n"  # The headers go out at once.
@@ -249,7 +249,7 @@ def _stream_of(bus: Bus, subject: str) -> StreamSpec:
 
 
 async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
-    """Return where the next turn begins; what came meanwhile is counted as left out."""
+    """Return the start of the next turn; messages that came meanwhile count as left out."""
     try:
         last = (await ensure_stream(bus, _stream_of(bus, EVERYTHING))).state.last_seq
     except KvbmError:  # NATS is away: the next turn waits for it.
@@ -259,10 +259,10 @@ async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
 
 
 def texts_of(message: EventMessage, kind: str = "*") -> list[bytes]:
-    """Format the events of a message for the feed; none of one that no client has published.
+    """Format the events of a message for the feed; a message that no client published has none.
 
-    A payload is JSON as msgspec writes it, in one line; a stranger's may have more. The last event
-    of a message alone has the position: a reader that goes on behind it has had all of them.
+    A payload is JSON as msgspec writes it, in one line; a stranger's may have more. Only the last
+    event of a message has the position: a reader that goes on after it has had all of them.
     Raises WireError for packed events that cannot be read.
     """
     said = message.subject.rsplit(".", 1)[1]
@@ -280,7 +280,7 @@ def texts_of(message: EventMessage, kind: str = "*") -> list[bytes]:
 
 
 def _text(kind: str, payload: bytes, position: int | None) -> bytes:
-    """Format an event; None: its position is not said."""
+    """Format an event; without a position (None) it has no `id`."""
     data = b"".join(b"data: %s\n" % line for line in payload.splitlines())
     place = b"" if position is None else b"id: %d\n" % position
     return b"%sevent: %s\n%s\n" % (place, kind.encode(), data)

@@ -1,4 +1,4 @@
-"""The routes that say why requests missed: every host tier is asked for what it has kept."""
+"""Explain API: routes that say why requests missed, by asking every host tier."""
 
 from __future__ import annotations
 

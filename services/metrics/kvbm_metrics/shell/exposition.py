@@ -1,4 +1,4 @@
-"""The fleet's page as Prometheus reads it: prometheus_client writes what the core puts together."""
+"""Exposition: the fleet's counters as a page for Prometheus, written by prometheus_client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet: asks every registered instance how it is, and the index for matches, over NATS."""
+"""Fleet: asks every registered instance for its statistics, and the index for matches, on NATS."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ ASK_DEADLINE_S = 0.5
 MATCH_DEADLINE_S = 2.0
 """The largest question has a million tokens, which the index hashes first."""
 ANY_DEADLINE_S = 0.5
-"""NATS gives a question to one replica of the index, which may hang. After so long all replicas
+"""NATS gives a question to one replica of the index, which may hang. After this time all replicas
 are asked by name."""
 OPERATOR_DEADLINE_S = 10.0
 """Longer than a service lets its core take for a verb, so that its own error arrives."""
 CACHE_S = 0.25
-"""How long an answer of the fleet serves all requests: many HTTP requests do not become many
-questions on NATS."""
+"""The time for which one answer of the fleet serves all requests: many HTTP requests do not become
+many questions on NATS."""
 FOLLOW_S = 5.0
-"""How often the fleet is asked without a request: half of the window of a rate."""
+"""The interval at which the fleet is asked without a request: half of the window of a rate."""
 CONCURRENT_MAX = 64
 """Instances asked at the same time."""
 
@@ -62,7 +62,7 @@ class _Answer(NamedTuple, Generic[Reply]):
 
 
 class LiveServices(Protocol):
-    """The part of the registry that is needed here."""
+    """The part of the registry that the fleet needs."""
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
         """Return the live services; raises RegistryUnavailable."""
@@ -113,9 +113,9 @@ class Fleet:
         return self._bus
 
     async def view(self) -> FleetView:
-        """Return all instances as of now, or as of at most `cache_s` ago.
+        """Return all instances as of now, or of at most `cache_s` ago.
 
-        Never raises when a service is silent.
+        A silent service raises no error.
         """
         async with self._collecting:
             # A caller that has waited for the lock takes what was collected meanwhile.
@@ -146,7 +146,7 @@ class Fleet:
             forget()
 
     def gone(self) -> list[GoneView]:
-        """Return the services that have gone while this one looked."""
+        """Return the services that have gone since this one started."""
         now_s = self._clock_s()
         return gone_views(self._gone.of(now_s), now_s)
 
@@ -166,7 +166,7 @@ class Fleet:
         return codec.decode(await self.ask_index_raw(verb, msgspec.json.encode(request)))
 
     async def ask_index_raw(self, verb: str, payload: bytes) -> bytes:
-        """Ask any index for what is not decoded here; raises as `ask_index`, but no WireError."""
+        """Ask any index; return its answer undecoded. Raises as `ask_index`, but no WireError."""
         return await ask_any(
             self._bus,
             verb_subject("index", verb),
@@ -194,7 +194,7 @@ class Fleet:
     async def ask_instance(
         self, record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
     ) -> Reply:
-        """Ask one instance for something that an operator wants; raises as `ask_index`."""
+        """Ask one instance a verb for an operator; raises as `ask_index`."""
         subject = verb_subject(record.kind, verb, host=record.host, instance=record.instance)
         payload = await self._bus.request(
             subject, msgspec.json.encode(request), deadline_s=OPERATOR_DEADLINE_S
@@ -216,12 +216,12 @@ class Fleet:
         )
 
     def _lost(self, asked: Sequence[ServiceRecord]) -> list[ServiceRecord]:
-        """Return the services that fell silent, but for those that were asked all the same."""
+        """Return the services that fell silent, without those that were just asked."""
         live = {record.key for record in asked}
         return [one for one in self._gone.lost(self._clock_s()) if one.key not in live]
 
     async def _refresh_records(self) -> str:
-        """Read the registry; when that fails keep what it said last, and say why."""
+        """Read the registry; if that fails keep the last entries, and return why."""
         try:
             if not self._bus.connected:
                 raise RegistryUnavailable("not reachable without NATS")

@@ -1,4 +1,4 @@
-"""uvicorn as the metrics service runs it: few connections, each with deadlines for its client.
+"""HTTP server: uvicorn with few connections, each with deadlines for its client.
 
 No other module depends on how uvicorn works inside.
 """

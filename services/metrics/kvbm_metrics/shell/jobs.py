@@ -1,7 +1,8 @@
 """Jobs: changes that take long, with an id, progress and a way to stop them.
 
-A job is a plan of steps for instances of services. It asks one instance for one step after the
-other, so it can stop between two; what is done stays done. Ended jobs are remembered for a while.
+A job is a plan of steps for instances of services. It requests one step after the other, of one
+instance at a time, and can stop between two; finished steps are not undone. Ended jobs are
+remembered for a while.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvbm_metrics.shell.fleet import OPERATOR_DEADLINE_S
 JOBS_MAX = 256
 """Jobs that are remembered; the oldest ended ones are forgotten."""
 RUNNING_MAX = 16
-"""Jobs at the same time. More is a mistake of a script."""
+"""Jobs that run at the same time. More come from a script in error."""
 
 JobState = Literal["running", "done", "failed", "cancelled"]
 
@@ -31,41 +32,40 @@ _log = logging.getLogger(__name__)
 
 
 class TooManyJobs(KvbmError):
-    """Others have to end first."""
+    """Too many jobs are running: others have to end first."""
 
     code = "too_many_jobs"
 
 
 class UnknownJob(KvbmError):
-    """Never heard of, or forgotten."""
+    """There is no job of this id, or it was forgotten."""
 
     code = "unknown_job"
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One job and how far it has come."""
+    """One job and its progress."""
 
     id: str
     verb: str
     actor: str
     started_ms: int
-    """Wall clock."""
+    """The start by the wall clock."""
     state: JobState = "running"
     ended_ms: int = 0
     progress: dict[str, int] = field(default_factory=dict)
-    """Name of a figure → what was counted so far."""
+    """Name of a figure → its count so far."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Why an instance did not do its part, by `kind.host.instance`."""
+    """`kind.host.instance` → why that instance did not do its part."""
     is_stopping: bool = False
-    """It is to end after the step that is under way."""
+    """Whether it ends after the step that is under way."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 Progress = Mapping[str, int]
 Work = Callable[[Job], AsyncGenerator[Progress, None]]
-"""Does a job step by step; each time it says what the counts are now. It notes in `errors` whom
-it could not move."""
+"""The steps of a job: yields the counts after each, and notes failed instances in `errors`."""
 
 
 class Jobs:
@@ -134,7 +134,7 @@ class Jobs:
             else:
                 job.state = "failed" if job.errors else "done"
         except asyncio.CancelledError:
-            job.state = "cancelled"  # Swallowed: the task is ours, and who cancels it waits for it.
+            job.state = "cancelled"  # Swallowed: the task is ours, and its canceller waits for it.
         except Exception as error:
             job.state = "failed"
             job.errors["metrics"] = f"{type(error).__name__}, see the log of the metrics service"

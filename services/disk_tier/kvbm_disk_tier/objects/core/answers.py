@@ -1,7 +1,7 @@
 """Answers of a store: whether one is a listing to be believed, and how old an object is.
 
-A proxy's maintenance page is a 200, too, and a gateway may forget what it was asked. Nothing of an
-answer that is not a listing of what was asked for is used: it would say that all blocks are gone.
+A proxy's maintenance page is a 200, too, and a gateway may answer another question. An answer that
+is not a listing of the requested names is not used at all: all blocks would seem to be gone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EARLIEST_MS = 1_142_294_400_000
-"""March 2006, when S3 began: a store that has stored something before has no clock."""
+"""March 2006, when S3 began. A store with an earlier date has no clock."""
 CLOCKS_APART_MAX_MS = 15 * 60 * 1000
-"""S3 refuses requests whose clock is farther away, so ours is as good as a stranger date."""
+"""S3 refuses requests whose clock is off by more, so a date farther off is not believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of a listing, in the order of the names; `more`: there may be names behind it."""
+    """A page of a listing, in the order of the names; `more`: there may be names after it."""
 
     objects: Sequence[Listed]
     more: bool
     last_name: str = ""
-    """What the next page is behind; empty: there is no name on this one."""
+    """The name after which the next page begins; empty: there is no name on this one."""
     unread: str = ""
-    """Why something that has names was left out; empty: nothing was."""
+    """Why a part of the names was left out; empty: none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def refusal_of(answer: Answer, *, prefix: str, after: str) -> str:
 
 
 def store_now_ms(answered_ms: int | None, own_ms: int) -> int:
-    """Return the time by which ages are told: the store's, if it is anywhere near ours."""
+    """Return the time from which ages are counted: the store's, if it is near ours."""
     assert own_ms >= 0
     if answered_ms is None or abs(answered_ms - own_ms) > CLOCKS_APART_MAX_MS:
         return own_ms

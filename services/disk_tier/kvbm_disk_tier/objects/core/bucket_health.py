@@ -1,9 +1,9 @@
-"""The health of an object store: when it counts as down, and when it is asked again.
+"""The health of an object store: when it counts as down, and when it is probed.
 
     UP --TROUBLES_MAX troubles in a row, or a refusal--> DOWN --a probe that succeeds--> UP
 
-Probes come after a pause that doubles with every one that fails, and with every return to DOWN
-before anything has worked.
+Probes come after a pause. It doubles with every probe that fails, and with every return to DOWN
+before a request has succeeded.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class BucketHealth:
         self.reason = ""
         """Why it is down; empty: it is up."""
         self.needs_write = False
-        """What failed was a write: a probe that only reads would prove nothing."""
+        """Whether a write failed: then a probe that only reads would prove nothing."""
         self._make_pauses = pauses
         self._troubles = 0
         self._pauses = pauses(PAUSE_S, PAUSE_MAX_S)
 
     @property
     def is_down(self) -> bool:
-        """Tell whether nothing is to be tried but probes."""
+        """Tell whether only probes are sent."""
         return self.state is BucketState.DOWN
 
     def good(self) -> None:
-        """Note that a request has worked."""
+        """Note that a request has succeeded."""
         self._troubles = 0
         self._pauses = self._make_pauses(PAUSE_S, PAUSE_MAX_S)
 

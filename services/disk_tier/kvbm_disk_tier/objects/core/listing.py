@@ -1,15 +1,15 @@
-"""The listing: what other hosts, and our former lives, have stored becomes ours to read.
+"""Listing: makes objects that other hosts, or our former lives, have stored ours to read.
 
 A listing names every object of the store, range by range, a page at a time. Objects that are new
-here take the free slots. Of each range the youngest are kept, as many as are its share of the
-capacity: what falls out is deleted at once, and what has no slot waits for the range's end. When
-all ranges are listed, the slots are looked at, some at a time:
+here take the free slots. Each range keeps its share of the capacity, its youngest objects: the
+others are deleted at once, and kept objects without a slot wait for the range's end. When all
+ranges are listed, the slots are compared, some at a time:
 
-    what was here before the listing and was not named   is missing
+    a block that was here before the listing and was not named   is missing
 
-A block that is missing is gone: others have evicted it. But a store may err. Where many are missing
-at once, each is believed gone only when the next listing says the same. Where a part of a range
-could not be read, nothing of that range is missing.
+A missing block is gone: another host has evicted it. But a store may err. If many are missing at
+once, each counts as gone only when the next listing lacks it, too. If a part of a range could not
+be read, no block of that range counts as missing.
 
 Several hosts share a store without talking to each other, so whatever is deleted follows from the
 store alone: every host deletes the oldest, the expired, and of two objects of one block the one
@@ -38,9 +38,9 @@ WAITING_MAX = 20_000
 """Objects that wait for the slots of others: about 6 MB."""
 MISSING_MAX = 2
 DOUBTED_MIN = 64
-"""Missing blocks that are always believed to be gone."""
+"""Up to this many missing blocks count as gone at once."""
 DOUBTED_SHARE = 8
-"""One part of so many of the blocks that were looked for is believed to be gone, too."""
+"""And up to one in so many of the compared blocks."""
 
 
 class ListingState(Enum):
@@ -71,11 +71,11 @@ LISTING = Machine(
 )
 
 Entry = tuple[int, SequenceHash, Block]
-"""When an object was stored, on our clock, its block's name, and the block."""
+"""The time at which an object was stored, on our clock; its block's hash; the block."""
 
 
 class Listing:
-    """The table and the store, compared. One listing at a time."""
+    """The comparison of the table with the store. One listing at a time."""
 
     def __init__(self, *, ttl_ms: int, inventory: Inventory, counts: Counter[str]) -> None:
         """Start before the first listing; objects older than `ttl_ms` are deleted, 0: never."""
@@ -88,9 +88,9 @@ class Listing:
         self._namespaces: frozenset[bytes] | None = None
         self._round = 0
         self._youngest: dict[int, list[Entry]] = {}
-        """By range, a heap of what is kept of it, oldest first."""
+        """Range → a heap of the objects that are kept of it, oldest first."""
         self._waiting: list[Entry] = []
-        """A heap of what has found no slot; it gets those of what is gone."""
+        """A heap of objects without a slot; they get the slots of blocks that are gone."""
         self._listed_count = 0
         """Ranges that are listed to their end."""
         self._unread: set[int] = set()
@@ -103,9 +103,9 @@ class Listing:
         """By slot, its generation when the slots were last looked at, plus one; 0: it was empty."""
         self._looked_for = self._missed = self._missed_again = 0
         self.doubted_count = 0
-        """Blocks that the last listing has missed, and that wait for the next one's word."""
+        """Blocks that the last listing lacked, and that the next one decides about."""
         self._gone_after = 1
-        """A block is gone when so many listings have missed it."""
+        """A block is gone when so many listings in a row lack it."""
 
     @property
     def is_running(self) -> bool:
@@ -131,7 +131,7 @@ class Listing:
     # --- pages ------------------------------------------------------------------------------
 
     def listed(self, objects: Sequence[ListedBlock], number: int, now_ms: int) -> None:
-        """Take what is new on a page, and fits; delete what is too old, or too much."""
+        """Take new objects of a page, as far as they fit; delete those too old or too many."""
         self._move("page")
         assert number < self._ranges.count, f"range {number} of {self._ranges.count}"
         wanted: list[Block] = []
@@ -148,7 +148,7 @@ class Listing:
                 wanted.append(block)
                 if len(youngest) > share:
                     surplus.add(heapq.heappop(youngest)[2])
-        # First what leaves: its slots are for what comes, and what is too much is never announced.
+        # Deletions first: they free slots for new objects, and surplus objects are never announced.
         self._delete(expired, "expired", now_ms)
         self._delete(sorted(surplus, key=_order), "surplus", now_ms)
         new: list[Block] = []
@@ -203,7 +203,7 @@ class Listing:
         self._counts[f"evictions.{reason}"] += len(outside)
 
     def range_listed(self, number: int, now_ms: int, *, is_whole: bool = True) -> None:
-        """Give the free slots to what waits of a range, youngest first."""
+        """Give the free slots to objects of a listed range, youngest first."""
         self._move("range")
         if not is_whole:
             self._unread.add(number)
@@ -259,7 +259,7 @@ class Listing:
         return self._namespaces is None or block.namespace in self._namespaces
 
     def ended(self) -> None:
-        """Judge what is missing: where that is much, the next listing has to say so, too."""
+        """Decide on missing blocks: if they are many, the next listing has to lack them, too."""
         self._move("ended")
         seen = (self._missed_again, self._missed, self._looked_for)
         assert sorted(seen) == list(seen), f"missed again, missed, looked for: {seen}"
@@ -279,7 +279,7 @@ class Listing:
         gone: list[tuple[int, Block]] = []
         for slot in range(first, min(first + count, len(self._known))):
             block = table.committed(slot)
-            # In another generation it has been stored again, behind the listing's back.
+            # In another generation it was stored again since the listing began.
             is_same = self._known[slot] == table.generation(slot) + 1
             if block is not None and is_same and self._missing[slot] >= self._gone_after:
                 gone.append((slot, block))

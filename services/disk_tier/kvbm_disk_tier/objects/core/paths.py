@@ -1,4 +1,4 @@
-"""Where an object lies in a directory: its name, with a folder for the first digits of its hash.
+"""Paths of objects in a directory: a name, in a folder for the first digits of its hash.
 
     <prefix>/v2/<namespace>/<hash>.<parent>.<bytes>.<parts>.<checksum>           the name
     <prefix>/v2/<namespace>/<3 digits>/<hash>.<parent>.<bytes>.<parts>.<checksum>   the file

@@ -1,13 +1,13 @@
-"""Ranges: the parts in which a store is listed, each by its names' hashes, and how far each is.
+"""Ranges: the parts in which a store is listed, cut by hash, and the progress of each.
 
-    WAITING --listed from the beginning--> OPEN --a page with more behind it--> OPEN
+    WAITING --listed from the beginning--> OPEN --a page with more after it---> OPEN
                                             | ^                                  |
                                             | +---- a failure: from the same name +
                                             +--the last page of the last namespace--> LISTED
 
-Hashes are uniform, so a range is a sample: it has its share of the objects and of the capacity, and
-what it holds beyond that is deleted when it is found, without a look at the rest. A listing that
-fails goes on behind the last name that it has seen, and one range may fail without the others.
+Hashes are uniform, so a range is a sample: it has its share of the objects and of the capacity.
+Objects beyond that share are deleted when they are found, without a look at the rest. A listing
+that fails goes on after the last name that it has seen; a range may fail while others go on.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvbm_common.tier.machine import Machine
 
 DIGITS_MAX = 4
 RANGE_OBJECTS_MAX = 20_000
-"""Kept in memory for each range that is being listed: some 6 MB."""
+"""Objects kept in memory for each range that is being listed: some 6 MB."""
 GROWTH = 2
-"""How much more a listing may find than the one before."""
+"""The factor by which a listing may find more objects than the one before."""
 SPREAD = 3.0
-"""Standard deviations that a range may hold beyond its share: its objects were drawn."""
+"""Standard deviations that a range may hold beyond its share, as random samples do."""
 
 
 class RangeState(Enum):
-    """How far a range of names has been listed."""
+    """The progress of listing a range of names."""
 
     WAITING = "waiting"
     OPEN = "open"
@@ -62,7 +62,7 @@ class Ranges:
     def for_listing(cls, capacity: int, expected: int | None) -> Ranges:
         """Return the division for a store of `capacity` objects that may hold `expected`.
 
-        What is kept of a range are the youngest of its share, so the smaller number counts.
+        A range keeps at most its share, so the smaller of the two numbers counts.
         """
         assert capacity > 0, "a store has room"
         kept = capacity if expected is None else min(capacity, GROWTH * expected)
@@ -102,7 +102,7 @@ WHOLE = Ranges()
 
 @dataclass(slots=True)
 class Place:
-    """Where a range goes on: in which folder, and behind which name."""
+    """The place where a range goes on: the folder, and the name to list after."""
 
     number: int
     folders: Sequence[str]
@@ -113,7 +113,7 @@ class Place:
     after: str = ""
     pages: int = 0
     is_whole: bool = True
-    """No page has left out anything that could not be read."""
+    """Whether no page has left out names that could not be read."""
 
     @property
     def prefix(self) -> str:
@@ -164,7 +164,7 @@ class Progress:
         self.objects += objects
         place.pages += 1
         if more:
-            assert last_name, "a page without names has nothing behind it"
+            assert last_name, "a page without names has no next page"
             place.after = last_name
             self._move(place, "page")
             return False
@@ -175,7 +175,7 @@ class Progress:
         return ended
 
     def failed(self, place: Place) -> None:
-        """Note a page that could not be had: it is asked for again."""
+        """Note that a page could not be read: it is requested again."""
         assert self._places[place.number] is place, f"{place} is of another listing"
         self.failures += 1
         self._move(place, "failed")

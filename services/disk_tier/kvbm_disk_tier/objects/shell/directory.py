@@ -1,8 +1,8 @@
 """A directory as an object store: NFS, Lustre, a volume that several hosts have mounted.
 
 Each object is a file, written beside its place and renamed: it is there as a whole or not at all,
-and no host locks anything. A file that says which store this is must be there for an answer to be
-believed: what is not mounted is an empty directory, and would say that every block is gone.
+and no host locks anything. Answers are used only while a mark is there, a file that identifies the
+store: without a mount the directory is empty, and all blocks would seem to be gone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvbm_disk_tier.objects.shell.folders import UNFINISHED, Folders, Look
 from kvbm_disk_tier.objects.shell.object_store import PAGE_MAX, BucketError, BucketRefused
 
 MARK = "kvbm-store"
-"""Names the file that says which store this is."""
+"""The name of the mark, the file that identifies the store."""
 MARK_TEXT = re.compile(rb"[0-9a-f]{32}")
 CALL_DEADLINE_S = 10.0
-"""A file server that takes longer for a folder is as good as away."""
+"""A file server that takes longer for a folder counts as away."""
 CHECK_S = 5.0
-"""How often the mark is read while nothing else is: the next listing may be minutes away."""
+"""The interval at which an idle store's mark is read: the next listing may be minutes away."""
 TRIES = 2
 CLOCK_MS = 60_000
-"""How long the difference to the file server's clock is believed."""
+"""The time for which the measured difference to the file server's clock is used."""
 REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EROFS)
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ class Directory:
     ) -> None:
         """Keep the root without a look at it.
 
-        `counted(kind, ok)` hears of every later call. `skipped(kind, count)` hears of what was left
-        out: `odd`, neither objects nor their folders, and `unread`, what could not be read.
+        `counted(kind, ok)` is called for every later call. `skipped(kind, count)` is called for
+        entries left out: `odd` (neither objects nor their folders) and `unread` (not readable).
         """
         self.where = f"directory {root}"
         self.check_s: float | None = CHECK_S
@@ -61,11 +61,11 @@ class Directory:
         self._skipped = skipped
         self._calls = Calls()
         self._mark = b""
-        """What the mark has said when the store was opened."""
+        """The content of the mark when the store was opened."""
         self._mark_path = self._clock_path = root
-        """The mark, and a file that is touched to learn what time it is there; once opened."""
+        """Once opened: the mark, and a file that is touched to read the file server's clock."""
         self._ahead_ms = time.time_ns() // 1_000_000 - monotonic_ms()
-        """How far the file server's clock is ahead of ours, which has another beginning."""
+        """The file server's clock (since 1970) less our monotonic one."""
         self._believed_until_ms = 0
         self._folders = Folders(root, self._now_ms)
 
@@ -76,7 +76,7 @@ class Directory:
         return await self._look(lambda look: self._folders.namespaces(prefix, look))
 
     async def page(self, prefix: str, after: str) -> Page:
-        """Return a page of the names with this prefix, behind one; raises BucketError.
+        """Return a page of the names with this prefix, after a given one; raises BucketError.
 
         Single files and folders that cannot be read are left out, and the page says so.
         """
@@ -132,9 +132,9 @@ class Directory:
         return await self._call("list", size)
 
     async def delete(self, names: Sequence[str]) -> dict[str, str]:
-        """Delete up to a page of objects; returns those that are still there, and why.
+        """Delete up to a page of objects; return those that are still there, and why.
 
-        One that was not there is deleted, too. Raises BucketError when nothing is known.
+        One that was not there counts as deleted. Raises BucketError if the outcome is unknown.
         """
 
         def delete() -> dict[str, str]:
@@ -166,7 +166,7 @@ class Directory:
     # --- the mark ---------------------------------------------------------------------------
 
     def _read_mark(self, prefix: str) -> None:
-        """Read which store this is; a store without a mark gets one, once."""
+        """Read the mark that identifies the store; a store without one gets one, once."""
         if self._mark:
             self._require_mark()
             return
@@ -189,8 +189,8 @@ class Directory:
             raise OSError(errno.ESTALE, "this is another store than the one that was opened")
 
     def _mark_in(self, path: Path) -> bytes:
-        """Return what a mark says; raises OSError, or BucketError where that is no mark."""
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # A pipe in its place holds up nothing.
+        """Return the content of a mark; raises OSError, or BucketError if it is no mark."""
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # So a pipe in its place does not block.
         try:
             found = os.read(fd, 64)
         finally:
@@ -207,15 +207,15 @@ class Directory:
     # --- the clock --------------------------------------------------------------------------
 
     def _set_clock(self) -> None:
-        """Learn what time it is on the file server: it stamps the files, and tells their ages.
+        """Read the file server's clock: it stamps the files, so ages are counted by it.
 
-        Ours may be wrong, and a block that is too old by it would be lost to every host.
+        Ours may be wrong, and every host would lose a block that is too old by it.
         """
         own_ms = monotonic_ms()
         if own_ms < self._believed_until_ms:
             return
         path = self._clock_path
-        with contextlib.suppress(OSError):  # A store that cannot be written to has its old files.
+        with contextlib.suppress(OSError):  # A read-only store keeps the last difference.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch()
             self._ahead_ms = path.stat().st_mtime_ns // 1_000_000 - own_ms
@@ -257,7 +257,7 @@ class Directory:
 
 
 def _make_mark(path: Path) -> None:
-    """Mark a store, unless another host is faster: it may have read its own mark by then."""
+    """Mark a store, unless another host was faster: it may have read its mark already."""
     text = secrets.token_hex(16)
     fresh = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
     fresh.write_text(text, encoding="ascii")

@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectOptions:
-    """How the bucket is used, from the configuration."""
+    """The use of the bucket, from the configuration."""
 
     prefix: str
     slot_count: int

@@ -1,4 +1,4 @@
-"""The doors of an object store, be it a bucket or a directory: who lists and who carries bytes."""
+"""Object store: the interfaces of a bucket or directory, one for names and one for bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BucketError(KvbmError):
 
 
 class BucketRefused(BucketError):
-    """The store has answered, and the answer is no: wrong keys, rights or bucket."""
+    """The store has refused a call: wrong keys, rights or bucket."""
 
     code = "bucket_refused"
     retry = False
@@ -49,7 +49,7 @@ class BucketRefused(BucketError):
 def backoff(pause_s: float = PAUSE_S, max_s: float = PAUSE_MAX_S) -> Iterator[float]:
     """Yield pauses in seconds that double up to `max_s`.
 
-    Each is between half and all of its step: many clients do not come at once.
+    Each is between half and all of its step, so that many clients do not retry at once.
     """
     while True:
         yield pause_s * random.uniform(0.5, 1.0)
@@ -60,15 +60,15 @@ class ObjectStore(Protocol):
     """The names of a store. Failures are BucketErrors, whose text names the variable."""
 
     where: str
-    """For logs: which store it is."""
+    """The name of the store in logs."""
     check_s: float | None
-    """How often it is probed while it is idle; None: never."""
+    """The interval at which an idle store is probed; None: never."""
 
     async def folders(self, prefix: str) -> list[str]:
         """Return the prefixes that go on to the next `/` below this one."""
 
     async def page(self, prefix: str, after: str) -> Page:
-        """Return a page of the names with this prefix, behind one."""
+        """Return a page of the names with this prefix, after a given one."""
 
     async def size(self, name: str) -> int | None:
         """Return the size of an object; None: no such object."""
@@ -77,11 +77,11 @@ class ObjectStore(Protocol):
         """Delete up to a page of objects; returns those that are still there, and why."""
 
     async def probe(self, prefix: str, *, write: bool) -> None:
-        """Ask for the least: one name and, with `write`, an empty object put."""
+        """Try the cheapest requests: list one name and, with `write`, put an empty object."""
 
 
 class Carrier(Protocol):
-    """The bytes of a store. Only mistakes of ours raise: how a move has ended is its answer."""
+    """The bytes of a store. A failed move is returned, not raised; only defects of KVBM raise."""
 
     packing: Packing
 

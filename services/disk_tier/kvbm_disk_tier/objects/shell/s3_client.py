@@ -25,7 +25,7 @@ READ_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketOptions:
-    """Where the bucket is, from the configuration."""
+    """The address of the bucket, from the configuration."""
 
     bucket: str
     endpoint: str = ""

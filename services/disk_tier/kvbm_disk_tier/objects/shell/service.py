@@ -1,4 +1,4 @@
-"""The object tier: the shell of the disk tier over a bucket, or a directory that hosts share."""
+"""Service of the object tier: the disk tier's shell over a bucket or a shared directory."""
 
 from __future__ import annotations
 
