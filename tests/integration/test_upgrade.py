@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from kvbm_cli.demo.check import check_stack
-from kvbm_cli.layout import processes_of
 from kvbm_cli.service_process import ServiceProcess
 from kvbm_cli.stack import STOP_DEADLINE_S, environ_of
+from kvbm_cli.stack_processes import processes_of
 from kvbm_connectors.sim.driver import EngineHandle
 
 from tests.integration.running import Running, running

@@ -298,7 +298,7 @@ async def _stay_up(stack: Stack) -> None:
 
 def _print_stack(stack: Stack, seconds: float) -> None:
     from kvbm_cli.doctor.left_stores import unused_stores
-    from kvbm_cli.layout import without_size
+    from kvbm_cli.stack_processes import without_size
 
     rows = [["nats", str(stack.pids.get("nats", "–")), stack.nats_url]]
     rows += [[kind, str(one.pid), one.description] for kind, one in stack.services.items()]

@@ -27,10 +27,10 @@ from kvbm_common.runtime.processes import LockTaken, free_port, take_lock
 from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.creds.embedded import authorization_of
-from kvbm_cli.layout import all_instances, port_of, processes_of
 from kvbm_cli.nats_process import NatsProcess
 from kvbm_cli.private_directory import PrivateDirectory, sweep
 from kvbm_cli.service_process import ServiceProcess
+from kvbm_cli.stack_processes import all_instances, port_of, processes_of
 
 NATS = "nats"
 SERVICES = ("consolidator", "index", "host-tier", "disk-tier", "object-tier", "metrics")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvbm_cli import admin, asking
-from kvbm_cli.layout import without_size
+from kvbm_cli.stack_processes import without_size
 from kvbm_common.config.settings import Settings
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kvbm_cli import disk_stores
 from kvbm_cli.disk_stores import directories_by_number, numbers_of
-from kvbm_cli.layout import instances_of, processes_of
+from kvbm_cli.stack_processes import instances_of, processes_of
 from kvbm_common.config.settings import Settings
 
 

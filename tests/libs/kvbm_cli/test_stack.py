@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbm_cli.layout import processes_of
 from kvbm_cli.stack import NATS_STOP_DEADLINE_S, STOP_DEADLINE_S, Stack, ready_deadline_s
+from kvbm_cli.stack_processes import processes_of
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import NoResponder, RequestFailed, ServiceFailed
 from kvbm_common.memory.arena import Arena

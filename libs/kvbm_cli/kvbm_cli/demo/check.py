@@ -33,7 +33,7 @@ from kvbm_common.wire.verbs import (
 )
 from kvbm_connectors.sim.driver import EngineHandle
 
-from kvbm_cli.layout import instances_of
+from kvbm_cli.stack_processes import instances_of
 
 VERB_DEADLINE_S = 5.0
 QUIET_DEADLINE_S = 30.0

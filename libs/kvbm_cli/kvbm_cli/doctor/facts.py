@@ -45,7 +45,7 @@ from kvbm_cli.doctor.host import (
     SecretFacts,
 )
 from kvbm_cli.doctor.listeners import listeners
-from kvbm_cli.layout import instances_of
+from kvbm_cli.stack_processes import instances_of
 
 ANSWER_DEADLINE_S = 2.0
 SYSCALLS = {"x86_64": (425, 206, 207), "aarch64": (425, 0, 1)}

@@ -12,7 +12,7 @@ from kvbm_common.config.settings import Settings
 
 from kvbm_cli.disk_stores import JOURNAL, is_store_of
 from kvbm_cli.doctor.host import LeftStore
-from kvbm_cli.layout import processes_of
+from kvbm_cli.stack_processes import processes_of
 
 STORES_MAX = 1_000
 """Directories that are looked at."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvbm_cli.layout import processes_of
 from kvbm_cli.stack import SERVICES
+from kvbm_cli.stack_processes import processes_of
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_disk_tier.objects.shell.s3_client import BucketOptions

@@ -1,4 +1,4 @@
-"""The layout of a stack: which processes run for each kind of service, and how they differ."""
+"""Stack processes: which ones run for each kind of service, and how their settings differ."""
 
 from __future__ import annotations
 
