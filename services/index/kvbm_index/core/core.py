@@ -169,7 +169,7 @@ class IndexCore(Queries):
         self._applied.append((now_ms, event))
 
     def _on_event(self, event: AnyEvent, now_ms: int) -> None:
-        source = self._sources.made(SourceKey(event.host, event.source), now_ms)
+        source = self._sources.get_or_make(SourceKey(event.host, event.source), now_ms)
         if source is None:
             self._drops["sources_full"] += 1
             return
@@ -274,7 +274,7 @@ class IndexCore(Queries):
         A lower epoch may be a new life, or the late entry of an old one: the source says which.
         """
         assert epoch >= 0, f"{key} has joined with epoch {epoch}"
-        source = self._sources.made(key, now_ms)
+        source = self._sources.get_or_make(key, now_ms)
         if source is None:
             self._drops["sources_full"] += 1
             return
@@ -348,7 +348,7 @@ class IndexCore(Queries):
             if self._registry_read and dead and source.state is not FollowState.GONE:
                 self._leave(source, now_ms)
                 is_tidy = False
-            elif source.is_doubtful(now_ms, self._limits.unregistered_ms):
+            elif source.end_doubt(now_ms, self._limits.unregistered_ms):
                 source.outdate()
                 self._fall_behind(source, now_ms)
         behind = any(source.state is FollowState.BEHIND for source in self._sources.values())

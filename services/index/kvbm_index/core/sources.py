@@ -31,8 +31,11 @@ class Source(Followed[AnyEvent]):
         assert epoch >= 0, f"{self.key}: epoch {epoch}"
         return self.registered and epoch == self.registered_epoch
 
-    def is_doubtful(self, now_ms: int, after_ms: int) -> bool:
-        """Tell whether the registry has named another life for too long; the doubt ends with it."""
+    def end_doubt(self, now_ms: int, after_ms: int) -> bool:
+        """End a doubt that has lasted too long; return whether it calls for a snapshot.
+
+        The doubt: the registry names another life than the one that is followed.
+        """
         since_ms = self.unnamed_since_ms
         if since_ms is None or now_ms - since_ms <= after_ms:
             return False
@@ -49,7 +52,7 @@ class Sources(dict[SourceKey, Source]):
         self._limits = limits
         self._follow_limits = follow_limits
 
-    def made(self, key: SourceKey, now_ms: int) -> Source | None:
+    def get_or_make(self, key: SourceKey, now_ms: int) -> Source | None:
         """Return the source, made if it is new; None: there are too many."""
         source = self.get(key)
         if source is None:
@@ -76,7 +79,6 @@ class Sources(dict[SourceKey, Source]):
         gone = next((key for key, source in self.items() if _is_idle(source)), None)
         if gone is None:
             return False
-        assert self[gone].state is FollowState.GONE, f"{gone} is {self[gone].state.name}"
         del self[gone]
         return True
 
