@@ -1,4 +1,4 @@
-"""Which disk tier of a stack has which directory: the one whose store the directory holds.
+"""Disk stores: each disk tier of a stack has the directory that holds its store.
 
 A store is named after its host and instance. So directories may be listed in another order, or one
 of them may be left out, and each disk tier finds its blocks. A directory without a store gets the
