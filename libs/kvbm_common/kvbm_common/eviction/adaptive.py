@@ -14,7 +14,6 @@ A `Contest` says which way is best, and how large the part is. It begins with LR
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import chain, islice
@@ -24,10 +23,13 @@ from kvbm_common.eviction.contest import Contest
 from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.eviction.recent_names import RecentNames
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_order import BlockOrder
 from kvbm_common.tier.blocks import BlockColumns
 
 BATCH_MAX = 64
 """Sampled uses that wait for the contest: no step of the tier runs more of them."""
+TOGETHER_LEAST = 8
+"""Blocks that are freed as a run of their own: a run takes as much memory as a block."""
 LEAVE_MAX = 2
 """Blocks that go back to `_once` when one is freed: a smaller part is reached in steps."""
 
@@ -39,9 +41,9 @@ class Adaptive:
         self._slot_count = slot_count
         self._former = FreeOrder()
         """Free blocks of a former life: they count as used once, and are older than all others."""
-        self._once: OrderedDict[SequenceHash, int] = OrderedDict()
+        self._once: BlockOrder[int] = BlockOrder()
         """Free blocks, and the run of frees in which each was freed."""
-        self._again: OrderedDict[SequenceHash, int] = OrderedDict()
+        self._again: BlockOrder[int] = BlockOrder()
         self._reused: set[SequenceHash] = set()
         """Blocks outside `_again` that go there when they are freed: they were used again."""
         self._run = 0
@@ -75,8 +77,12 @@ class Adaptive:
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         assert block not in self._once, f"{block.hex()} is here already"
         assert block not in self._again, f"{block.hex()} is here already, and was used again"
+        self._once.add(block, self._run_of(again=False))
+        self._come(block)
+
+    def _come(self, block: SequenceHash) -> None:
+        """Count a block that is here from now on."""
         self._here += 1
-        self._once[block] = self._run_of(again=False)
         if self._remembers and block in self._departed:
             self._reused.add(block)
         if block[-1] < self._sampled_byte:
@@ -84,9 +90,10 @@ class Adaptive:
 
     def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
         count = len(self)
-        for block, parent in zip(blocks, parents, strict=True):
-            self.admit(block, parent)
-            self.hold(block)
+        assert len(parents) == len(blocks), f"{len(blocks)} blocks, {len(parents)} parents"
+        self._run_of(again=False)
+        for block in blocks:
+            self._come(block)
         self.free_all(blocks[::-1])
         assert len(self) == count + len(blocks), f"{count} free blocks became {len(self)}"
 
@@ -103,9 +110,9 @@ class Adaptive:
                 self._sample(block)
 
     def hold(self, block: SequenceHash) -> None:
-        if self._once.pop(block, None) is not None:
+        if self._once.pop(block):
             return
-        if self._again.pop(block, None) is not None:
+        if self._again.pop(block):
             self._reused.add(block)
             return
         self._former.hold(block)
@@ -113,8 +120,7 @@ class Adaptive:
     def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
         again, reused, count = self._again, self._reused, len(self)
         for block in blocks:
-            if block in again:  # The usual case: a block that a lookup finds was used before.
-                del again[block]
+            if again.pop(block):  # The usual case: a block that a lookup finds was used before.
                 reused.add(block)
             else:
                 self.hold(block)
@@ -125,19 +131,23 @@ class Adaptive:
         if self._uses:
             self._compete()
         if block not in self._reused:
-            self._once[block] = self._run_of(again=False)
+            self._once.add(block, self._run_of(again=False))
             return
         self._reused.remove(block)
-        self._again[block] = self._run_of(again=True)
+        self._again.add(block, self._run_of(again=True))
         if len(self._again) > self._again_max:
             for _ in range(min(LEAVE_MAX, len(self._again) - self._again_max)):
-                oldest, run = self._again.popitem(last=False)
-                self._once[oldest] = run
+                self._once.add(*self._again.pop_oldest())
 
     def free_all(self, blocks: Sequence[SequenceHash]) -> None:
         count = len(self)
-        for block in blocks:
-            self.free(block)
+        if len(blocks) >= TOGETHER_LEAST and self._reused.isdisjoint(blocks):
+            if self._uses:
+                self._compete()
+            self._once.add_all(blocks, self._run_of(again=False))
+        else:
+            for block in blocks:
+                self.free(block)
         assert len(self) == count + len(blocks), f"{count} free blocks became {len(self)}"
 
     def renew_all(self, blocks: Sequence[SequenceHash]) -> None:
@@ -154,7 +164,7 @@ class Adaptive:
         return self._run
 
     def forget(self, block: SequenceHash) -> None:
-        if self._once.pop(block, None) is None and self._again.pop(block, None) is None:
+        if not self._once.pop(block) and not self._again.pop(block):
             self._former.hold(block)
         self._reused.discard(block)
         self._departed.add(block, self._here)  # As many names are remembered as there are blocks.
@@ -182,7 +192,7 @@ class Adaptive:
 
     def _order(self) -> Iterator[SequenceHash]:
         """Yield the free blocks, the first to leave first."""
-        if not self._is_lru or not self._once or not self._again:
+        if not self._is_lru or not len(self._once) or not len(self._again):
             return chain(self._former, self._once, self._again)
         # A block that went back to `_once` stands behind newer ones: the merge is nearly sorted.
         by_age = merge(self._once.items(), self._again.items(), key=itemgetter(1))
@@ -193,11 +203,14 @@ class Adaptive:
 
     def check(self) -> None:
         """Assert every invariant; O(blocks)."""
-        assert not self._once.keys() & self._again.keys(), "a block is in both orders"
+        self._once.check()
+        self._again.check()
+        assert self._once.has_none_of([*self._again]), "a block is in both orders"
         assert not any(name in self._former for name in (*self._once, *self._again))
-        assert not self._again.keys() & self._reused, "a block used again is so twice"
+        assert self._again.has_none_of(self._reused), "a block used again is so twice"
         assert self._here >= len(self), f"{len(self)} of {self._here} blocks are free"
-        assert list(self._again.values()) == sorted(self._again.values())
+        runs = [run for _, run in self._again.items()]
+        assert runs == sorted(runs), f"the runs of {len(runs)} blocks are not in their order"
         assert len(self._uses) < BATCH_MAX, f"{len(self._uses)} uses wait"
         for miniature in self.contest.miniatures:
             miniature.check()

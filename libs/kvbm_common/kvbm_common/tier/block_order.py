@@ -60,6 +60,10 @@ class BlockOrder(Generic[T]):
     def __iter__(self) -> Iterator[SequenceHash]:
         return (name for run in self._all() for name in self._names_of(run))
 
+    def items(self) -> Iterator[tuple[SequenceHash, T]]:
+        """Yield the blocks, the oldest first, each with its value."""
+        return ((name, run.value) for run in self._all() for name in self._names_of(run))
+
     @property
     def run_count(self) -> int:
         """How many runs there are, those without blocks included."""
@@ -127,6 +131,17 @@ class BlockOrder(Generic[T]):
             self._count -= 1
             assert run.left > 0, f"a run of {len(run.names)} blocks was not made shorter"
         return True
+
+    def pop_oldest(self) -> tuple[SequenceHash, T]:
+        """Take the oldest block out; return it with its value."""
+        run = next(self._all())
+        run_of = self._run_of.get
+        at, name = next((at, name) for at, name in enumerate(run.names) if run_of(name) is run)
+        run.names = run.names[at + 1 :]  # What is before it has left: it is not passed again.
+        self._run_of.pop(name)
+        assert run.left <= len(run.names) + 1, f"{run.left} of {len(run.names)} blocks are left"
+        self._leave(run, 1)
+        return name, run.value
 
     def drop(self, blocks: Sequence[SequenceHash]) -> None:
         """Take blocks out; raises KeyError when one of them is not here."""

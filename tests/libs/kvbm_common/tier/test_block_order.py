@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvbm_common.eviction.adaptive import Adaptive
 from kvbm_common.eviction.lru import Lru
 from kvbm_common.tier.block_lookup import WHOLE_MAX
 from kvbm_common.tier.block_order import RUN_MAX, BlockOrder
@@ -21,7 +22,7 @@ from tests.libs.helpers import largest_table, name
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["add", "add all", "pop", "drop", "discard", "oldest"]),
+            st.sampled_from(["add", "add all", "pop", "pop oldest", "drop", "discard", "oldest"]),
             st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True),
         ),
         max_size=60,
@@ -46,6 +47,8 @@ def test_an_order_does_as_an_ordered_dict(work: list[tuple[str, list[int]]]) -> 
                 assert [order.pop(one) for one in names] == [one in here for one in names]
                 for one in here:
                     del model[one]
+            case "pop oldest" if model:
+                assert order.pop_oldest() == model.popitem(last=False)
             case "drop":
                 order.drop(here)
                 for one in here:
@@ -59,6 +62,7 @@ def test_an_order_does_as_an_ordered_dict(work: list[tuple[str, list[int]]]) -> 
                 assert order.oldest(count) == [*itertools.islice(model.items(), count)]
         order.check()
         assert [*order] == [*model]
+        assert [*order.items()] == [*model.items()]
         assert [order.get(one) for one in names] == [model.get(one) for one in names]
         assert order.has_none_of(names) == model.keys().isdisjoint(names)
 
@@ -106,14 +110,14 @@ def test_a_run_of_many_is_cut() -> None:
     assert [*order] == names[::2]
 
 
-@pytest.mark.parametrize("make", [Lru, BlockOrder, Departures])
+@pytest.mark.parametrize("make", [Lru, Adaptive, BlockOrder, Departures])
 def test_no_table_holds_more_than_a_part_of_the_blocks(make: Callable[[], object]) -> None:
     """Python's tables move all of their entries when they grow: 0.2 s for a million blocks."""
     order, count = make(), 2 * WHOLE_MAX
     for first in range(0, count, RUN_MAX):
         names = [name(number) for number in range(first, first + RUN_MAX)]
         match order:
-            case Lru():
+            case Lru() | Adaptive():
                 for one in names:
                     order.admit(one, name(0))
             case Departures():
