@@ -13,8 +13,8 @@ made shorter, and runs without blocks are swept out, some with each that comes.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 import msgspec
@@ -37,6 +37,8 @@ class _Run(msgspec.Struct, Generic[T], gc=False, eq=False):
     value: T
     left: int
     """How many of them are still here."""
+    first: int = 0
+    """All before this one have left: victims leave from the front."""
 
 
 class BlockOrder(Generic[T]):
@@ -58,7 +60,7 @@ class BlockOrder(Generic[T]):
         return block in self._run_of
 
     def __iter__(self) -> Iterator[SequenceHash]:
-        return (name for run in self._all() for name in self._names_of(run))
+        return (name for run in self._all() for name in self._present(run))
 
     def items(self) -> Iterator[tuple[SequenceHash, T]]:
         """Yield the blocks, the oldest first, each with its value."""
@@ -129,19 +131,18 @@ class BlockOrder(Generic[T]):
         else:  # As a rule, and in half of the time.
             run.left -= 1
             self._count -= 1
+            if run.names[run.first] == block:
+                run.first += 1
             assert run.left > 0, f"a run of {len(run.names)} blocks was not made shorter"
         return True
 
     def pop_oldest(self) -> tuple[SequenceHash, T]:
         """Take the oldest block out; return it with its value."""
         run = next(self._all())
-        run_of = self._run_of.get
-        at, name = next((at, name) for at, name in enumerate(run.names) if run_of(name) is run)
-        run.names = run.names[at + 1 :]  # What is before it has left: it is not passed again.
-        self._run_of.pop(name)
-        assert run.left <= len(run.names) + 1, f"{run.left} of {len(run.names)} blocks are left"
-        self._leave(run, 1)
-        return name, run.value
+        name, value = next(iter(self._present(run))), run.value
+        is_here = self.pop(name)
+        assert is_here, f"the oldest block, {name.hex()}, is not here"
+        return name, value
 
     def drop(self, blocks: Sequence[SequenceHash]) -> None:
         """Take blocks out; raises KeyError when one of them is not here."""
@@ -167,6 +168,7 @@ class BlockOrder(Generic[T]):
         assert len(names) == len(set(names)) == self._count == len(self._run_of)
         for run in self._all():
             assert run.left == len(self._names_of(run)), f"{run.left} blocks are said to be left"
+            assert [*self._present(run)] == [*self._names_of(run)], f"{run.first} are passed over"
             assert 2 * run.left >= len(run.names), f"{run.left} of {len(run.names)} are left"
 
     # --- runs -------------------------------------------------------------------------------
@@ -181,6 +183,13 @@ class BlockOrder(Generic[T]):
         run_of = self._run_of.get
         return [name for name in run.names if run_of(name) is run]
 
+    def _present(self, run: _Run[T]) -> Iterable[SequenceHash]:
+        """Return the names that are left of a run, each looked at when it is reached."""
+        if run.left == len(run.names):
+            return run.names
+        run_of = self._run_of.get
+        return (name for name in islice(run.names, run.first, None) if run_of(name) is run)
+
     def _leave(self, run: _Run[T], count: int) -> None:
         """Note that blocks have left a run; forget which, if they are most of it."""
         run.left -= count
@@ -190,7 +199,7 @@ class BlockOrder(Generic[T]):
             self._open = None  # What comes again comes behind the others.
         if 2 * run.left >= len(run.names) and run.left:
             return
-        run.names = tuple(self._names_of(run)) if run.left else ()
+        run.names, run.first = tuple(self._names_of(run)) if run.left else (), 0
         assert len(run.names) == run.left, f"{len(run.names)} of {run.left} blocks are in a run"
         for runs in (self._swept, self._runs):
             while runs and not runs[0].left:

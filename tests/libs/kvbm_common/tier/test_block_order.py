@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.eviction.adaptive import Adaptive
 from kvbm_common.eviction.lru import Lru
-from kvbm_common.tier.block_lookup import WHOLE_MAX
+from kvbm_common.tier.block_lookup import WHOLE_MAX, BlockLookup
 from kvbm_common.tier.block_order import RUN_MAX, BlockOrder
 from kvbm_common.tier.departures import Departures
 
@@ -98,6 +98,27 @@ def test_blocks_that_come_leave_and_come_again_one_by_one_are_few_runs() -> None
         order.check()
     assert order.run_count <= 4
     assert [*order] == [name(number) for number in range(2 * RUN_MAX)]
+
+
+def test_the_oldest_is_found_without_a_look_at_those_that_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A victim at a time: each one cost a look at all blocks of its run."""
+    order: BlockOrder[None] = BlockOrder()
+    order.add_all([name(number) for number in range(RUN_MAX)], None)
+    looks, get = 0, BlockLookup.get
+
+    def counted(lookup: BlockLookup[object], block: bytes) -> object:
+        nonlocal looks
+        looks += 1
+        return get(lookup, block)
+
+    monkeypatch.setattr(BlockLookup, "get", counted)
+    for number in range(RUN_MAX):
+        oldest = next(iter(order))
+        assert oldest == name(number)
+        assert order.pop(oldest)
+    assert looks < 4 * RUN_MAX
 
 
 def test_a_run_of_many_is_cut() -> None:
