@@ -29,7 +29,6 @@ from kvbm_common.copying import COPIER
 from kvbm_common.cuda.measure import look
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.memory.leftovers import file_system_of, left_memory
-from kvbm_common.runtime.processes import LockTaken, take_lock
 from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.admin_client import Client
@@ -41,10 +40,10 @@ from kvbm_cli.doctor.host import (
     EtcdFacts,
     Facts,
     NatsFacts,
-    PortFacts,
     SecretFacts,
 )
 from kvbm_cli.doctor.listeners import listeners
+from kvbm_cli.doctor.ports import ports_of
 from kvbm_cli.stack_processes import instances_of
 
 ANSWER_DEADLINE_S = 2.0
@@ -77,6 +76,7 @@ def gather(settings: Settings) -> Facts:
     plugins, nixl_error = _nixl_plugins()
     synchronised, clock_error_s = _clock()
     gpu_count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    listening = listeners()
     gpu_copies, gpu_error = look(gpu_count) if gpu_count else ((), "")
     return Facts(
         memlock_bytes=_memlock(),
@@ -90,7 +90,7 @@ def gather(settings: Settings) -> Facts:
         ptrace_scope=_number_in(Path("/proc/sys/kernel/yama/ptrace_scope")),
         disks=_disks(settings),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        ports=_ports(settings),
+        ports=ports_of(settings, listening),
         gpus=gpu_count,
         copier=COPIER.name,
         gpu_copies=gpu_copies,
@@ -104,7 +104,7 @@ def gather(settings: Settings) -> Facts:
         nats=_nats(settings.nats_url),
         etcd=tuple(_etcd(address, settings) for address in settings.etcd_servers),
         engines=engines_of(settings),
-        listeners=listeners(),
+        listeners=listening,
         secrets=_secrets(settings.creds_dir),
         left_memory=left_memory(settings.shm_dir),
         refusals=refusals_of(settings),
@@ -208,50 +208,6 @@ def _disks(settings: Settings) -> tuple[DiskFacts, ...]:
 
 
 # --- network ----------------------------------------------------------------------------------
-
-
-def _ports(settings: Settings) -> tuple[PortFacts, ...]:
-    """Return the ports of this host's services, and whether each is free or ours."""
-    metrics = settings.metrics_port
-    ours = bool(_get(f"http://127.0.0.1:{metrics}/healthz"))
-    found = [
-        PortFacts(metrics, "DYN_KVBM_METRICS_PORT", _is_free(settings.metrics_bind, metrics), ours)
-    ]
-    serving = _consolidator_serves(settings)
-    for endpoint, variable in (
-        (settings.router_endpoint, "KVBM_ROUTER_ENDPOINT"),
-        (settings.router_replay_endpoint, "KVBM_ROUTER_REPLAY_ENDPOINT"),
-    ):
-        if endpoint.startswith("tcp://"):
-            port = int(endpoint.rpartition(":")[2])
-            found.append(PortFacts(port, variable, _is_free("0.0.0.0", port), serving))
-    return tuple(found)
-
-
-def _is_free(address: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-        return True
-
-
-def _consolidator_serves(settings: Settings) -> bool:
-    if not settings.consolidator_endpoint.startswith("ipc://"):
-        return False
-    lock = Path(settings.consolidator_endpoint.removeprefix("ipc://") + ".lock")
-    if not lock.exists():
-        return False
-    try:
-        take_lock(lock).close()
-    except LockTaken:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def _get(url: str, context: ssl.SSLContext | None = None) -> bytes:

@@ -13,7 +13,7 @@ from kvbm_cli.doctor.host import ListenerFacts
 
 _LISTENS = "0A"
 _PROCESSES = (
-    (re.compile(r"kvbm_cli\.main serve ([\w-]+)"), r"\1"),
+    (re.compile(r"(?:kvbm_cli\.main|/kvbm) serve ([\w-]+)"), r"\1"),
     (re.compile(r"kvbm_host_tier\.shell\.peer_reader_process"), "host-tier (peers)"),
     (re.compile(r"nats-server .*kvbm|nats-server --config \S+nats-server\.conf"), "nats"),
     (re.compile(r"kvbm_connectors\."), "engine"),
