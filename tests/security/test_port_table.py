@@ -49,10 +49,10 @@ def test_port_is_the_default(variable: str) -> None:
 
 
 def test_what_the_doctor_lists_is_in_the_table() -> None:
-    """Goal: an operator finds each `open: …` of the doctor explained."""
+    """Goal: an operator finds each `access: …` of the doctor explained."""
     settings = Settings.load({}, {})
     found = [one.check for one in access_checks(gather(settings), settings)]
-    places = [name.removeprefix("open: ") for name in found if name.startswith("open: ")]
+    places = [name.removeprefix("access: ") for name in found if name.startswith("access: ")]
     planned = [place for place in places if "//" in place or place.endswith(":6880")]
     assert len(planned) == 6
     for place in planned:

@@ -1,4 +1,7 @@
-"""Checks of access: one line for each port and socket, who may use it, and what to close."""
+"""Checks of access: one line for each port and socket, who may use it, and what to close.
+
+`access:` begins a line about what the settings name, `open:` one about what a process has open.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.host import Facts, ListenerFacts
 
 OFF = "off"
-WITHOUT = "Set KVBM_NATS_CREDS_FILE: `kvbm up` and `kvbm nats-config` give each role its own."
+ADVICE_NATS_OPEN = (
+    "Set KVBM_NATS_CREDS_FILE: `kvbm up` and `kvbm nats-config` give each role its own."
+)
 PRIVATE = "chmod 600, and the directory 700."
 
 
 def access_checks(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Yield what is open, who may use it, and what should not be as it is."""
+    """Yield each port and socket with who may use it, and what should not be as it is."""
     for text in facts.refusals:
         yield Finding("access", "wrong", text, "Set what the text names.")
     for secret in facts.secrets:
@@ -33,28 +38,28 @@ def access_checks(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def _nats(facts: Facts, settings: Settings) -> Finding:
-    name = f"open: {redacted(settings.nats_url)}"
+    name = f"access: {redacted(settings.nats_url)}"
     if facts.nats.error:
         return Finding(name, "ok", "no NATS answers")
     how = "over TLS" if facts.nats.has_tls else "in plaintext"
     if facts.nats.wants_credentials:
-        return Finding(name, "ok", f"NATS, {how}: who has credentials of a role")
+        return Finding(name, "ok", f"NATS, {how}: needs credentials of a role")
     found = f"NATS, {how}: every process that reaches it may read and change the cache"
-    return Finding(name, "better", found, WITHOUT)
+    return Finding(name, "better", found, ADVICE_NATS_OPEN)
 
 
 def _api(settings: Settings) -> Finding:
-    name = f"open: {settings.metrics_bind}:{settings.metrics_port}"
-    free = settings.admin_open or "none"
+    name = f"access: {settings.metrics_bind}:{settings.metrics_port}"
+    open_to = settings.admin_open or "none"
     who = {
-        "none": "who has a token; figures are for all of this machine",
+        "none": "needs a token; /metrics is readable from this machine",
         "read": "every process that reaches it may ask; changes need a token",
         "admin": "every process that reaches it may ask and change",
-    }[free]
-    if not is_loopback(settings.metrics_bind) and free == "none":
-        who = "who has a token" + ("; figures are for all" if settings.metrics_open else "")
+    }[open_to]
+    if not is_loopback(settings.metrics_bind) and open_to == "none":
+        who = "needs a token" + ("; /metrics is readable by all" if settings.metrics_open else "")
     found = f"HTTP API: {who}"
-    if free == "none":
+    if open_to == "none":
         return Finding(name, "ok", found)
     return Finding(
         name, "better", found, "Unset KVBM_ADMIN_OPEN: a token is then made, or set one."
@@ -64,14 +69,14 @@ def _api(settings: Settings) -> Finding:
 def _service_ports(settings: Settings) -> Iterator[Finding]:
     if not settings.service_port:
         return
-    name = f"open: {settings.service_bind}:{settings.service_port} and above"
+    name = f"access: {settings.service_bind}:{settings.service_port} and above"
     if is_loopback(settings.service_bind):
-        yield Finding(name, "ok", "figures of each service: all of this machine")
+        yield Finding(name, "ok", "/metrics of each service: readable from this machine")
     elif settings.metrics_open:
-        found = "figures of each service: every process that reaches it"
+        found = "/metrics of each service: readable by every process that reaches it"
         yield Finding(name, "better", found, "KVBM_SCRAPE_TOKEN_FILE instead of KVBM_METRICS_OPEN.")
     else:
-        yield Finding(name, "ok", "figures of each service: who has the token for scrapes")
+        yield Finding(name, "ok", "/metrics of each service: needs the token for scrapes")
 
 
 def _sockets(settings: Settings) -> Iterator[Finding]:
@@ -84,11 +89,11 @@ def _sockets(settings: Settings) -> Iterator[Finding]:
     ):
         if endpoint == OFF:
             continue
-        name = f"open: {endpoint}"
+        name = f"access: {endpoint}"
         if endpoint.startswith("ipc://"):
             yield Finding(name, "ok", f"{what}: processes of the services' own user")
         elif settings.curve_server_file is not None:
-            yield Finding(name, "ok", f"{what}: who has a key that KVBM_CURVE_SERVER_FILE names")
+            yield Finding(name, "ok", f"{what}: need a key that KVBM_CURVE_SERVER_FILE names")
         elif is_open:
             found = f"{what}: every process that reaches it"
             advice = f"Keys (`kvbm creds curve`) instead of {variable}."
@@ -116,13 +121,13 @@ def _listener(one: ListenerFacts, settings: Settings) -> Finding:
         found = f"{one.process} of the stack in {one.runtime_dir}"
         if is_loopback(one.address):
             return Finding(name, "ok", f"{found}: processes of this machine")
-        advice = "kvbm doctor with the settings of that stack says who."
-        return Finding(name, "better", f"{found}: whatever reaches it", advice)
+        advice = "kvbm doctor with the settings of that stack says who may use it."
+        return Finding(name, "better", f"{found}: every process that reaches it", advice)
     if is_loopback(one.address):
         return Finding(name, "ok", f"{one.process}, UCX: processes of this machine")
     return Finding(
         name,
         "better",
-        f"{one.process}, UCX: whatever reaches it; UCX asks for no credentials",
+        f"{one.process}, UCX: every process that reaches it; UCX asks for no credentials",
         "A network of KVBM's own; KVBM_PEER_DEVICES and UCX_NET_DEVICES name its devices, or lo.",
     )

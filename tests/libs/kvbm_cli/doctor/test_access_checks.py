@@ -16,8 +16,8 @@ from kvbm_cli.doctor.listeners import listeners_of
 from kvbm_common.config.settings import Settings
 from kvbm_common.runtime.processes import free_port
 
-NATS = "open: nats://127.0.0.1:4222"
-API = "open: 127.0.0.1:6880"
+NATS = "access: nats://127.0.0.1:4222"
+API = "access: 127.0.0.1:6880"
 GUARDED = NatsFacts(version="2", wants_credentials=True)
 UCX = ListenerFacts("host-tier", "0.0.0.0", 40_000)
 
@@ -40,9 +40,9 @@ def test_by_default_every_socket_is_listed_and_well(facts: Facts) -> None:
     found = findings(facts)
     assert {one.level for one in found.values()} == {"ok"}
     assert {NATS, API} < found.keys()
-    assert len([name for name in found if name.startswith("open: ipc://")]) == 4
+    assert len([name for name in found if name.startswith("access: ipc://")]) == 4
     assert "credentials of a role" in found[NATS].found
-    assert "who has a token" in found[API].found
+    assert "needs a token" in found[API].found
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_by_default_every_socket_is_listed_and_well(facts: Facts) -> None:
         ({"admin_open": "read"}, API, "better", "changes need a token"),
         (
             {"router_endpoint": "tcp://0.0.0.0:57001", "router_open": True},
-            "open: tcp://0.0.0.0:57001", "better", "routers: every process",
+            "access: tcp://0.0.0.0:57001", "better", "routers: every process",
         ),
         (
             {"host_tier_endpoint": "tcp://0.0.0.0:5500", "curve_server_file": Path("/keys")},
-            "open: tcp://0.0.0.0:5500", "ok", "who has a key",
+            "access: tcp://0.0.0.0:5500", "ok", "need a key",
         ),
         (
             {"service_port": 6881, "service_bind": "0.0.0.0", "metrics_open": True},
-            "open: 0.0.0.0:6881 and above", "better", "every process",
+            "access: 0.0.0.0:6881 and above", "better", "every process",
         ),
         (
             {"nats_url": "nats://u:secret@127.0.0.1:4222"},
-            "open: nats://***@127.0.0.1:4222", "ok", "credentials",
+            "access: nats://***@127.0.0.1:4222", "ok", "credentials",
         ),
     ],
 )  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_port_of_another_stack_is_named_so(facts: Facts) -> None:
     found = findings(dataclasses.replace(facts, listeners=listeners))
     line = "metrics of the stack in /run/other"
     assert found["open: 127.0.0.1:26880"].found == f"{line}: processes of this machine"
-    assert found["open: 0.0.0.0:26880"].found == f"{line}: whatever reaches it"
+    assert found["open: 0.0.0.0:26880"].found == f"{line}: every process that reaches it"
     assert "UCX" in found["open: 0.0.0.0:40000"].found
 
 
