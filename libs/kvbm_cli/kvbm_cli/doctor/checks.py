@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 
 from kvbm_common.config.schema import redacted
 from kvbm_common.config.settings import Settings
+from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
 
 from kvbm_cli.doctor.access_checks import access_checks
 from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.host import DiskFacts, Facts, LeftStore
 from kvbm_cli.doctor.left_stores import is_own
+from kvbm_cli.printing import size
 
-NATS_PAYLOAD_BYTES = 8 * 1024 * 1024
-"""Our largest message; the nats-server that we start allows it, too (embedded_server.py)."""
 CLOCK_ERROR_S_MAX = 1.0
 """Ages of events in metrics, and lists of a shared bucket, are no more exact than the clocks."""
 NIXL_PLUGINS = ("UCX", "POSIX")
@@ -95,7 +95,7 @@ def _runtime(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 def _memlock(facts: Facts, _settings: Settings) -> Iterator[Finding]:
     limit = facts.memlock_bytes
-    text = "unlimited" if limit is None else f"{_size(limit)} may be locked"
+    text = "unlimited" if limit is None else f"{size(limit)} may be locked"
     pins = bool(facts.gpus or facts.rdma_devices)
     if limit is None or not pins:
         why = "" if pins or limit is None else "; nothing here pins memory"
@@ -114,11 +114,11 @@ def _shm(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Judge the room for the arena, which is allocated completely before the host tier is ready."""
     arena = settings.cpu_cache_bytes or settings.staging_bytes
     has_room = facts.shm_free_bytes + facts.shm_own_bytes
-    found = f"{settings.shm_dir} is {facts.shm_fs} with {_size(has_room)} for an arena of "
-    found += _size(arena)
+    found = f"{settings.shm_dir} is {facts.shm_fs} with {size(has_room)} for an arena of "
+    found += size(arena)
     if blocks := settings.cpu_cache_override_num_blocks:
         arena = 0
-        found = f"{settings.shm_dir} is {facts.shm_fs} with {_size(has_room)} for {blocks} blocks"
+        found = f"{settings.shm_dir} is {facts.shm_fs} with {size(has_room)} for {blocks} blocks"
     advice = (
         f"mount -o remount,size=… {settings.shm_dir}; in containers --ipc=host or --shm-size; "
         "or a smaller DYN_KVBM_CPU_CACHE_GB."
@@ -144,7 +144,7 @@ def _left_memory(facts: Facts, _settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "left memory",
             "better",
-            f"{_size(sum(left.bytes for left in facts.left_memory))} of processes that were killed",
+            f"{size(sum(left.bytes for left in facts.left_memory))} of processes that were killed",
             f"The next start of a host tier removes it; or now: rm {files}",
         )
 
@@ -192,7 +192,7 @@ def _between_processes(facts: Facts, _settings: Settings) -> Iterator[Finding]:
 
 def _disks(facts: Facts, settings: Settings) -> Iterator[Finding]:
     slots, share = settings.disk_cache_override_num_blocks or 0, 0
-    if not slots:  # How long a block is, an engine will say.
+    if not slots:  # Blocks have no bytes before an engine connects.
         share = settings.disk_cache_bytes // max(1, len(facts.disks))
     for disk in facts.disks:
         if slots or share:
@@ -212,7 +212,7 @@ def _left(store: LeftStore, settings: Settings) -> Finding:
             "Set DYN_KVBM_DISK_CACHE_DIR, KVBM_INSTANCE and the size as before to keep the blocks, "
             "or delete the directory."
         )
-    return Finding(f"store {store.path}", "better", f"{_size(store.bytes)} {found}", advice)
+    return Finding(f"store {store.path}", "better", f"{size(store.bytes)} {found}", advice)
 
 
 def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
@@ -221,7 +221,7 @@ def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
         advice = disk.advice or "Make the directory, owned by the services' user."
         return Finding(name, "wrong", disk.error, advice)
     has_room = disk.free_bytes + disk.own_bytes
-    found = f"{_size(has_room)} for {_size(share) if share else 'its blocks'}"
+    found = f"{size(has_room)} for {size(share) if share else 'its blocks'}"
     if has_room < share:
         return Finding(name, "wrong", found, "A smaller DYN_KVBM_DISK_CACHE_GB or a larger disk.")
     if not disk.direct and not settings.disk_disable_o_direct:
@@ -340,12 +340,12 @@ def _nats(facts: Facts, settings: Settings) -> Iterator[Finding]:
             f"{url}: version {nats.version} without JetStream",
             "Start nats-server with a jetstream block, or -js.",
         )
-    elif nats.max_payload_bytes < NATS_PAYLOAD_BYTES:
+    elif nats.max_payload_bytes < PAYLOAD_BYTES_MAX:
         yield Finding(
             "NATS",
             "wrong",
-            f"{url}: at most {_size(nats.max_payload_bytes)}",
-            f"max_payload: {NATS_PAYLOAD_BYTES} in its configuration.",
+            f"{url}: at most {size(nats.max_payload_bytes)}",
+            f"max_payload: {PAYLOAD_BYTES_MAX} in its configuration.",
         )
     else:
         yield Finding("NATS", "ok", f"{url}: version {nats.version} with JetStream")
@@ -385,7 +385,3 @@ CHECKS: tuple[Callable[[Facts, Settings], Iterator[Finding]], ...] = (
     _etcd,
     access_checks,
 )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 10_000_000 else f"{count:,} bytes"

@@ -12,6 +12,7 @@ from stat import S_IWGRP, S_IWOTH
 from kvbm_common.config.settings import Settings
 from kvbm_common.runtime.mounts import missing_mount
 
+from kvbm_cli.disk_stores import is_store_of
 from kvbm_cli.doctor.host import DiskFacts
 from kvbm_cli.doctor.left_stores import left_stores
 
@@ -37,7 +38,7 @@ def disk_facts(directory: Path, store: Path, settings: Settings) -> DiskFacts:
     return DiskFacts(
         path=directory,
         free_bytes=free_bytes(place),
-        own_bytes=own_bytes(directory, settings.host),
+        own_bytes=own_bytes(directory, settings),
         direct=_direct_works(place),
         allocates=allocates,
         will_be_made=not directory.exists(),
@@ -69,11 +70,12 @@ def free_bytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def own_bytes(directory: Path, host: str) -> int:
-    """Return the bytes of a host's services in a directory: they may take them again."""
+def own_bytes(directory: Path, settings: Settings) -> int:
+    """Return the bytes of this host's disk stores in a directory: they may be taken again."""
     taken = 0
-    for path in directory.glob(f"kvbm-{host}-*"):
-        for file in [path] if path.is_file() else path.rglob("*"):
+    stores = directory.glob(f"kvbm-{settings.host}-*")
+    for store in (path for path in stores if is_store_of(path, settings)):
+        for file in store.rglob("*"):
             with contextlib.suppress(OSError):
                 taken += file.stat().st_blocks * 512
     return taken

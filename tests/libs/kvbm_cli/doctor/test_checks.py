@@ -171,7 +171,7 @@ def test_memory_of_killed_processes_is_named_with_the_command_that_removes_it() 
     left = tuple(LeftMemory(Path(f"/dev/shm/kvbm-old-{n}-7-arena"), GB) for n in range(20))
     [finding] = judged(dataclasses.replace(HEALTHY, left_memory=left))
     assert (finding.check, finding.level) == ("left memory", "better")
-    assert finding.found == "20.00 GB of processes that were killed"
+    assert finding.found == "20.0 GB of processes that were killed"
     assert "rm /dev/shm/kvbm-old-0-7-arena /dev/shm/kvbm-old-1-7-arena " in finding.advice
     assert finding.advice.endswith("…")
 

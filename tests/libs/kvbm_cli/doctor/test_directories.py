@@ -133,3 +133,17 @@ def test_each_of_several_directories_has_the_store_of_its_own_tier(tmp_path: Pat
     good, bad = gathered(tmp_path, first, second)[0].disks
     assert not good.error
     assert bad.error.startswith(f"{second}/kvbm-h-0-1: others may write to it")
+
+
+def test_room_of_a_host_does_not_include_stores_of_a_host_with_a_longer_name(
+    tmp_path: Path,
+) -> None:
+    """Goal: `h` gets back what its own stores take, and nothing of the host `h-1`."""
+    for name in ("kvbm-h-0", "kvbm-h-1-0"):
+        store = tmp_path / name
+        store.mkdir()
+        (store / "journal").write_bytes(b"1")
+        (store / "slots").write_bytes(b"1" * 100_000)
+    own = sum(path.stat().st_blocks * 512 for path in (tmp_path / "kvbm-h-0").iterdir())
+    assert own > 100_000
+    assert looked_at(tmp_path).own_bytes == own
