@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kvbm_cli.doctor.access_checks import access_checks
-from kvbm_cli.doctor.facts import gather
+from kvbm_cli.doctor.gather import gather
 from kvbm_common.config.declarations import all_settings
 from kvbm_common.config.settings import Settings
 

@@ -196,7 +196,7 @@ def _host_findings() -> list[Finding]:
     from kvbm_common.config.settings import Settings
 
     from kvbm_cli.doctor.checks import examine
-    from kvbm_cli.doctor.facts import gather
+    from kvbm_cli.doctor.gather import gather
 
     settings = _settings_or_exit(Settings.load)
     return examine(gather(settings), settings)

@@ -1,4 +1,5 @@
 """The command `kvbm doctor`: what this machine offers to KVBM, and what is wrong with it.
 
-`facts.py` looks, `checks.py` judges what was found; `live_checks.py` judges what runs.
+`gather.py` looks, and returns facts (`facts.py`); `checks.py` judges them. `live_checks.py` judges
+what runs.
 """

@@ -12,8 +12,8 @@ from kvbm_common.access.addresses import is_loopback
 from kvbm_common.config.schema import redacted
 from kvbm_common.config.settings import Settings
 
+from kvbm_cli.doctor.facts import Facts, ListenerFacts
 from kvbm_cli.doctor.finding import Finding
-from kvbm_cli.doctor.host import Facts, ListenerFacts
 
 OFF = "off"
 ADVICE_NATS_OPEN = (

@@ -1,7 +1,7 @@
-"""The doctor: what an operator should change about a host, from the facts.
+"""Checks of a host: what an operator should change about it, from the facts.
 
-Pure: `doctor.facts` looks, this module judges. A finding is `ok`, `better` (it works; more is to be
-had), or `wrong` (a service will not start, or will not do what the settings ask for).
+Pure: `doctor.gather` looks, this module judges. A finding is `ok`, `better` (it works; more is to
+be had), or `wrong` (a service will not start, or will not do what the settings ask for).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
 
 from kvbm_cli.doctor.access_checks import access_checks
+from kvbm_cli.doctor.facts import DiskFacts, Facts, LeftStore
 from kvbm_cli.doctor.finding import Finding
-from kvbm_cli.doctor.host import DiskFacts, Facts, LeftStore
 from kvbm_cli.doctor.left_stores import is_own
 from kvbm_cli.printing import size
 

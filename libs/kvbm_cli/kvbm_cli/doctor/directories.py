@@ -13,7 +13,7 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.runtime.mounts import missing_mount
 
 from kvbm_cli.disk_stores import is_store_of
-from kvbm_cli.doctor.host import DiskFacts
+from kvbm_cli.doctor.facts import DiskFacts
 from kvbm_cli.doctor.left_stores import left_stores
 
 BLOCK_BYTES = 4096

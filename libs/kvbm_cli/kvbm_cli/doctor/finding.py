@@ -1,4 +1,4 @@
-"""What the doctor says of one thing: how it is, and what to change."""
+"""Findings: how the doctor found one thing, and what to change about it."""
 
 from __future__ import annotations
 

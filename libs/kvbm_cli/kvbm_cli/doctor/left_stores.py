@@ -1,5 +1,5 @@
-"""Stores that no disk tier of the settings uses: what a host leaves behind that gets another name,
-other directories, or no disk cache."""
+"""Stores that no disk tier of the settings uses: left behind when the host's name, its directories
+or their order change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from kvbm_common.config.settings import Settings
 
 from kvbm_cli.disk_stores import JOURNAL, is_store_of
-from kvbm_cli.doctor.host import LeftStore
+from kvbm_cli.doctor.facts import LeftStore
 from kvbm_cli.stack_processes import processes_of
 
 STORES_MAX = 1_000

@@ -1,4 +1,4 @@
-"""Which TCP sockets processes of KVBM listen on now: from /proc, so what is there is listed."""
+"""Listeners: the TCP sockets that processes of KVBM have open now, as /proc lists them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvbm_cli.doctor.host import ListenerFacts
+from kvbm_cli.doctor.facts import ListenerFacts
 
 _LISTENS = "0A"
 _PROCESSES = (

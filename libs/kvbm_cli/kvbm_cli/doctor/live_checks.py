@@ -1,5 +1,5 @@
-"""The doctor of a running system: what its bounds say, and what an operator changes before they
-are full.
+"""Checks of a running system: what its bounds say, and what an operator changes before they are
+full.
 
 Pure: the answers of `GET /v1/bounds` and `GET /v1/status` go in. A finding is `wrong` where work is
 lost now, and `better` where it has been, or soon will be. A full history is neither: its reach
@@ -24,8 +24,8 @@ REACH_S: Mapping[str, tuple[float, float]] = {
     "former_blocks": (3_600.0, 60.0),
     "event_stream": (900.0, 90.0),
 }
-"""How far back a history should reach, and how far it must: an hour is what an operator asks about;
-three images of the index, as they come, are what a replica needs to start."""
+"""Wanted and least reach in seconds. An operator asks about the last hour; a replica that starts
+needs three intervals of index images."""
 UNEXPLAINED = 0.05
 MISSED_LEAST = 1_000
 """Missed blocks that a share is taken of."""
@@ -37,7 +37,7 @@ Figure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 
 class LiveBound(msgspec.Struct, frozen=True):
-    """How full a bound is, as the API tells it."""
+    """A bound and how full it is, as the API tells it."""
 
     bound: str
     kind: str
@@ -61,7 +61,7 @@ class LiveService(msgspec.Struct, frozen=True):
     unexplained_blocks: Figure = 0.0
     journal_due_s: Figure = 0.0
     behind: Figure = 0.0
-    """Sources or tiers whose events are missing; releases before say nothing."""
+    """Sources or tiers whose events are missing; older releases do not send it."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class LiveService(msgspec.Struct, frozen=True):
 
 
 class _Named(msgspec.Struct, frozen=True):
-    """What a service is called, where the rest of its figures makes no sense."""
+    """The name of a service whose other fields do not parse."""
 
     service: str
     host: str

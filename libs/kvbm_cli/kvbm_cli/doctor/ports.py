@@ -11,7 +11,7 @@ from kvbm_common.config.schema import default_runtime_dir
 from kvbm_common.config.settings import Settings
 from kvbm_common.runtime.processes import LockTaken, take_lock
 
-from kvbm_cli.doctor.host import ListenerFacts, PortFacts
+from kvbm_cli.doctor.facts import ListenerFacts, PortFacts
 
 ANY = "0.0.0.0"
 

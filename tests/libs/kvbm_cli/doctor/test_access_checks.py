@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from kvbm_cli.doctor.access_checks import access_checks
-from kvbm_cli.doctor.facts import gather, refusals_of
+from kvbm_cli.doctor.facts import Facts, ListenerFacts, NatsFacts, SecretFacts
 from kvbm_cli.doctor.finding import Finding
-from kvbm_cli.doctor.host import Facts, ListenerFacts, NatsFacts, SecretFacts
+from kvbm_cli.doctor.gather import gather, refusals_of
 from kvbm_cli.doctor.listeners import listeners_of
 from kvbm_common.config.settings import Settings
 from kvbm_common.runtime.processes import free_port

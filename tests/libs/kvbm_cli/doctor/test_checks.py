@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from kvbm_cli.disk_stores import is_store_of
 from kvbm_cli.doctor.checks import examine
-from kvbm_cli.doctor.facts import engines_of, gather
+from kvbm_cli.doctor.facts import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
 from kvbm_cli.doctor.finding import Finding
-from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
+from kvbm_cli.doctor.gather import engines_of, gather
 from kvbm_cli.doctor.left_stores import left_stores, unused_stores
 from kvbm_common.config.settings import Settings
 from kvbm_common.memory.leftovers import LeftMemory

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from kvbm_cli.doctor.checks import examine
 from kvbm_cli.doctor.directories import disk_facts
-from kvbm_cli.doctor.facts import gather
-from kvbm_cli.doctor.host import DiskFacts, Facts
+from kvbm_cli.doctor.facts import DiskFacts, Facts
+from kvbm_cli.doctor.gather import gather
 from kvbm_common.config.settings import Settings
 from kvbm_disk_tier.shell.own_files import open_own_directory
 

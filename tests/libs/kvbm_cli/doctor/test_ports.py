@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kvbm_cli.doctor.host import PortFacts
+from kvbm_cli.doctor.facts import PortFacts
 from kvbm_cli.doctor.listeners import listeners
 from kvbm_cli.doctor.ports import ports_of
 from kvbm_common.config.schema import default_runtime_dir
