@@ -60,7 +60,7 @@ class Departures:
 
     def size_for(self, slot_count: int) -> None:
         """Keep as many departures as a tier with so many slots needs."""
-        self._by_block.size_for(entries_for(slot_count))
+        self._by_block.resize(entries_for(slot_count))
 
     def note(
         self, names: Iterable[SequenceHash], why: str, now_ms: int, *, detail: str = ""

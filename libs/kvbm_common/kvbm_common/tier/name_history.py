@@ -1,11 +1,12 @@
 """Name histories: the names that were noted last, with a time and a number for each.
 
-An entry takes 60 bytes at most; in a dict it took 350, and the dict held its tier for 65 ms when it
-grew. Rows are columns of numbers, linked from the oldest to the newest. A table finds a name's row,
-by linear probing (Knuth, TAOCP 6.4, algorithms L and R):
+An entry takes 60 bytes at most; in a dict it took 350, and growing the dict blocked the tier for
+65 ms. Rows are columns of numbers, linked from the oldest to the newest. A table finds a name's
+row, by linear probing (Knuth, TAOCP 6.4, algorithms L and R):
 
-    place = high bits of the name's mix
-    word  = 12 other bits of the mix << 20 | row; 0: no row
+    tail  = the last 8 bytes of the hash, as a number; hashes are uniform, so it is used as it is
+    place = the high bits of tail
+    entry = the low 12 bits of tail << 20 | row; 0: empty
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ ENTRY_BYTES = 60
 ROW_BITS = 20
 ROW_MASK = (1 << ROW_BITS) - 1
 ENTRIES_MOST = ROW_MASK
-"""More entries have no numbers in a word of 32 bits."""
-MARK_MASK = 0xFFF
+"""A 32-bit entry has 20 bits for the row."""
+TAG_MASK = 0xFFF
 FREE = -1
 """The time of a row that holds no name."""
 SHED_PER_NOTE = 2
 """Entries that are forgotten with each note where fewer are kept than before."""
 FEW = 32
-"""Names that are looked for one by one: numpy takes longer."""
+"""Up to this many hashes a Python loop is faster than numpy."""
 NAME = np.dtype((np.void, HASH_BYTES))
-WORD_AT = HASH_BYTES - 8
-_word = Struct("<Q").unpack_from
+TAIL_AT = HASH_BYTES - 8
+_tail_of = Struct("<Q").unpack_from
 
 
 class Noted(NamedTuple):
@@ -53,36 +54,36 @@ class NameHistory:
     def __init__(self, entries_max: int) -> None:
         """Start without names; at most a million are kept."""
         self._count = 0
-        self._rows = 0
+        self._row_count = 0
         """Rows that were ever used."""
         self._free = 0
         """The first of them that holds no name, or 0."""
-        self._begin(entries_max)
+        self._allocate(entries_max)
 
     def __len__(self) -> int:
         return self._count
 
-    def size_for(self, entries_max: int) -> None:
-        """Keep so many names from now on; what is too many is forgotten with the next notes."""
+    def resize(self, entries_max: int) -> None:
+        """Set how many names are kept. Memory only grows; surplus names go with the next notes."""
         if entries_max <= self._capacity:
             self.entries_max = entries_max
             return
-        former, rows = self._memory, 1 + self._rows
+        former, rows = self._memory, 1 + self._row_count
         columns = self._columns_of(former, self._capacity)
         count, free = self._count, self._free
-        self._begin(entries_max)
+        self._allocate(entries_max)
         for column, kept in zip(
             self._columns_of(self._memory, self._capacity), columns, strict=True
         ):
             column[:rows] = kept[:rows]
-        self._count, self._rows, self._free = count, rows - 1, free
+        self._count, self._row_count, self._free = count, rows - 1, free
         self._place_all()
 
     def note(self, name: SequenceHash, at_ms: int, value: int) -> list[Noted]:
         """Make a name the newest, with these numbers; returns the oldest that are forgotten."""
         assert at_ms >= 0, f"noted at {at_ms} ms"
-        (word,) = _word(name, WORD_AT)
-        place, row = self._find(name, word)
+        (tail,) = _tail_of(name, TAIL_AT)
+        place, row = self._find(name, tail)
         forgotten: list[Noted] = []
         if row:
             self._unlink(row)
@@ -90,10 +91,10 @@ class NameHistory:
             while self._count >= self.entries_max and len(forgotten) < SHED_PER_NOTE:
                 forgotten.append(self._pop_oldest())
             if forgotten:
-                place, _ = self._find(name, word)
+                place, _ = self._find(name, tail)
             row = self._new_row()
             self._memory[row * HASH_BYTES : (row + 1) * HASH_BYTES] = name
-            self._table[place] = (word & MARK_MASK) << ROW_BITS | row
+            self._table[place] = (tail & TAG_MASK) << ROW_BITS | row
         self._at_ms[row], self._values[row] = at_ms, value
         newest = self._older[0]
         self._older[row], self._newer[row] = newest, 0
@@ -102,7 +103,7 @@ class NameHistory:
 
     def get(self, name: SequenceHash) -> tuple[int, int] | None:
         """Return the time and the number of a name."""
-        _, row = self._find(name, _word(name, WORD_AT)[0])
+        _, row = self._find(name, _tail_of(name, TAIL_AT)[0])
         return (self._at_ms[row], self._values[row]) if row else None
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
@@ -111,15 +112,15 @@ class NameHistory:
             return True
         if len(names) <= FEW:
             return all(self.get(name) is None for name in names)
-        places, marks = self._wanted(np.frombuffer(b"".join(names), NAME))
+        places, tags = self._places_and_tags(np.frombuffer(b"".join(names), NAME))
         which = np.arange(len(names))
         while len(which):
-            found = self._words[places]
-            alike = which[(found != 0) & (found >> np.uint32(ROW_BITS) == marks)]
+            found = self._entries[places]
+            alike = which[(found != 0) & (found >> np.uint32(ROW_BITS) == tags)]
             if any(self.get(names[number]) is not None for number in alike.tolist()):
                 return False
             rest = found != 0
-            which, marks = which[rest], marks[rest]
+            which, tags = which[rest], tags[rest]
             places = (places[rest] + 1) & self._mask
         return True
 
@@ -130,10 +131,10 @@ class NameHistory:
 
     # --- rows -------------------------------------------------------------------------------
 
-    def _begin(self, entries_max: int) -> None:
+    def _allocate(self, entries_max: int) -> None:
         assert 0 < entries_max <= ENTRIES_MOST, f"{entries_max} entries"
         self.entries_max = self._capacity = entries_max
-        self._count = self._rows = self._free = 0
+        self._count = self._row_count = self._free = 0
         self._memory: mmap.mmap = small_pages((entries_max + 1) * (HASH_BYTES + 20))
         numbers = memoryview(self._memory)
         times, values, older, newer, end = (
@@ -145,7 +146,7 @@ class NameHistory:
         bits = (3 * entries_max).bit_length()
         self._shift, self._mask = 64 - bits, (1 << bits) - 1
         table = small_pages(4 << bits)
-        self._table, self._words = memoryview(table).cast("I"), np.frombuffer(table, np.uint32)
+        self._table, self._entries = memoryview(table).cast("I"), np.frombuffer(table, np.uint32)
 
     @staticmethod
     def _columns_of(memory: mmap.mmap, capacity: int) -> list[NDArray[np.void]]:
@@ -164,12 +165,12 @@ class NameHistory:
             self._free = self._newer[row]
             assert self._at_ms[row] == FREE, f"row {row} is not free"
             return row
-        self._rows += 1
-        assert self._rows <= self._capacity, f"{self._rows} rows of {self._capacity}"
-        return self._rows
+        self._row_count += 1
+        assert self._row_count <= self._capacity, f"{self._row_count} rows of {self._capacity}"
+        return self._row_count
 
     def _used_rows(self) -> NDArray[np.int64]:
-        times = np.frombuffer(self._at_ms, np.int64)[1 : self._rows + 1]
+        times = np.frombuffer(self._at_ms, np.int64)[1 : self._row_count + 1]
         rows = 1 + np.flatnonzero(times != FREE)
         assert len(rows) == self._count, f"{len(rows)} rows of {self._count} names"
         return rows
@@ -184,11 +185,11 @@ class NameHistory:
         name = self._name(row)
         noted = Noted(name, self._at_ms[row], self._values[row])
         self._unlink(row)
-        place = _word(name, WORD_AT)[0] >> self._shift
+        place = _tail_of(name, TAIL_AT)[0] >> self._shift
         while self._table[place] & ROW_MASK != row:
             assert self._table[place], f"row {row} has no place"
             place = (place + 1) & self._mask
-        self._leave(place)
+        self._remove_entry(place)
         self._at_ms[row], self._newer[row] = FREE, self._free
         self._free = row
         self._count -= 1
@@ -199,25 +200,25 @@ class NameHistory:
 
     # --- the table --------------------------------------------------------------------------
 
-    def _find(self, name: SequenceHash, word: int) -> tuple[int, int]:
+    def _find(self, name: SequenceHash, tail: int) -> tuple[int, int]:
         """Return a name's place and row; row 0: it is not known, and the place is empty."""
-        place, mark = word >> self._shift, word & MARK_MASK
+        place, tag = tail >> self._shift, tail & TAG_MASK
         table, mask = self._table, self._mask
         while found := table[place]:
-            if found >> ROW_BITS == mark and self._name(found & ROW_MASK) == name:
+            if found >> ROW_BITS == tag and self._name(found & ROW_MASK) == name:
                 return place, found & ROW_MASK
             place = (place + 1) & mask
         return place, 0
 
-    def _leave(self, place: int) -> None:
+    def _remove_entry(self, place: int) -> None:
         """Empty a place, and move those behind it that would not be found beyond a gap."""
         table, mask = self._table, self._mask
         memory, shift = self._memory, self._shift
         assert table[place], f"place {place} is empty"
         gap = place
         while found := table[place := (place + 1) & mask]:
-            (word,) = _word(memory, (found & ROW_MASK) * HASH_BYTES + WORD_AT)
-            home = word >> shift
+            (tail,) = _tail_of(memory, (found & ROW_MASK) * HASH_BYTES + TAIL_AT)
+            home = tail >> shift
             if (place - home) & mask >= (place - gap) & mask:
                 table[gap], gap = found, place
         table[gap] = 0
@@ -225,21 +226,25 @@ class NameHistory:
     def _place_all(self) -> None:
         """Fill an empty table with all rows, in order of their places."""
         rows = self._used_rows()
-        homes, marks = self._wanted(np.frombuffer(self._memory, NAME, self._rows + 1)[rows])
+        homes, tags = self._places_and_tags(
+            np.frombuffer(self._memory, NAME, self._row_count + 1)[rows]
+        )
         order = np.argsort(homes, kind="stable")
         steps = np.arange(len(order))
         places = np.maximum.accumulate(homes[order] - steps) + steps
-        entries = (marks << np.uint32(ROW_BITS) | rows.astype(np.uint32))[order]
+        entries = (tags << np.uint32(ROW_BITS) | rows.astype(np.uint32))[order]
         inside = places <= self._mask
-        self._words[places[inside]] = entries[inside]
+        self._entries[places[inside]] = entries[inside]
         for entry in entries[~inside].tolist():  # From the end of the table to its beginning.
             place = 0
             while self._table[place]:
                 place += 1
             self._table[place] = entry
 
-    def _wanted(self, names: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Return the first place of each name, and its mark."""
-        words = np.ascontiguousarray(names).view("<u8").reshape(-1, 2)[:, 1]
-        places = (words >> np.uint64(self._shift)).astype(np.int64)
-        return places, words.astype(np.uint32) & np.uint32(MARK_MASK)
+    def _places_and_tags(
+        self, names: NDArray[np.void]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Return the first place of each name, and its tag."""
+        tails = np.ascontiguousarray(names).view("<u8").reshape(-1, 2)[:, 1]
+        places = (tails >> np.uint64(self._shift)).astype(np.int64)
+        return places, tails.astype(np.uint32) & np.uint32(TAG_MASK)

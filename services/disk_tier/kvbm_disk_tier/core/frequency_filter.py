@@ -60,7 +60,7 @@ class FrequencyFilter:
         entries_max = min(self._limit, entries_for(slot_count))
         if len(self) > entries_max:
             self._sights = NameHistory(entries_max)
-        self._sights.size_for(entries_max)
+        self._sights.resize(entries_max)
 
     def change(self, *, enabled: bool | None, pass_count: int | None, decay_ms: int | None) -> None:
         """Change the numbers; None leaves one as it is. Sights stay, also while it is off."""

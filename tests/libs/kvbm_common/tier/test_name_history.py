@@ -46,7 +46,7 @@ def test_it_is_an_ordered_dict_that_forgets(first: int, seed: int) -> None:
         name, value = rng.choice(names), rng.randrange(1 << 32)
         if rng.random() < 0.02:
             kept = rng.randrange(1, 3 * first)
-            history.size_for(kept)
+            history.resize(kept)
         elif rng.random() < 0.7:
             forgotten = history.note(name, at_ms, value)
             assert list(forgotten) == note_in(oracle, kept, name, at_ms, value)
@@ -62,7 +62,7 @@ def test_a_smaller_history_forgets_a_few_with_each_note() -> None:
     history, names = NameHistory(1_000), drawn_names("smaller", 1_400)
     for number, name in enumerate(names[:1_000]):
         history.note(name, number, 0)
-    history.size_for(10)
+    history.resize(10)
     for number, name in enumerate(names[1_000:]):
         forgotten = history.note(name, 1_000 + number, 0)
         assert len(forgotten) == SHED_PER_NOTE
