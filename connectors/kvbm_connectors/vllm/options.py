@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Options(EngineOptions):
-    """What is in force in one engine."""
+    """The options that are in force in one engine."""
 
     revision: str = ""
-    """What the weights are called in the names of blocks, if their content cannot be read here."""
+    """The name of the weights in the hashes of blocks, if their content cannot be read here."""
     lora_final: bool = False
     """The operator vouches that files of adapters do not change once vLLM may have loaded them."""
     plain_reset: str = PLAIN_RESETS[0]

@@ -1,4 +1,4 @@
-"""How a setting is declared: its variable, its parser, what the manual says about it."""
+"""The schema of settings: variable, parser and text for the manual of each."""
 
 from __future__ import annotations
 

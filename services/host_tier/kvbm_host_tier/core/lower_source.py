@@ -28,7 +28,7 @@ class LowerSource(Followed[Said]):
         return 0 < epoch == self.registered_epoch
 
     def name_life(self, epoch: int) -> bool:
-        """Note that the registry names a life, or 0; True: all is known of it, or is asked."""
+        """Set the registered life (0: none). Return whether it is current, or already asked for."""
         is_again = self.believes(epoch)
         self.registered_epoch = epoch
         if not is_again and 0 < epoch < self.epoch:
