@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbm_common.eviction.adaptive import Adaptive
 from kvbm_common.eviction.lru import Lru
 from kvbm_common.tier.block_lookup import WHOLE_MAX, BlockLookup
-from kvbm_common.tier.block_order import RUN_MAX, BlockOrder
+from kvbm_common.tier.block_order import BATCH_MAX, BlockOrder
 from kvbm_common.tier.departures import Departures
 
 from tests.libs.helpers import largest_table, name
@@ -84,28 +84,28 @@ def test_a_block_that_leaves_and_comes_again_without_end_costs_no_memory() -> No
         order.add(name(3), None)
         order.add(name(2), None)
         order.drop([name(3), name(2)])
-    assert order.run_count < 10
+    assert order.batch_count < 10
     assert [*order] == [name(1)]
 
 
-def test_blocks_that_come_leave_and_come_again_one_by_one_are_few_runs() -> None:
-    """Each is stored, held and freed: a run for each took 100 bytes, and a microsecond."""
+def test_blocks_that_come_leave_and_come_again_one_by_one_are_few_batches() -> None:
+    """Each is stored, held and freed: a batch for each took 100 bytes, and a microsecond."""
     order: BlockOrder[None] = BlockOrder()
-    for number in range(2 * RUN_MAX):
+    for number in range(2 * BATCH_MAX):
         order.add(name(number), None)
         assert order.pop(name(number))
         order.add(name(number), None)
         order.check()
-    assert order.run_count <= 4
-    assert [*order] == [name(number) for number in range(2 * RUN_MAX)]
+    assert order.batch_count <= 4
+    assert [*order] == [name(number) for number in range(2 * BATCH_MAX)]
 
 
 def test_the_oldest_is_found_without_a_look_at_those_that_have_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A victim at a time: each one cost a look at all blocks of its run."""
+    """A victim at a time: each one cost a look at all blocks of its batch."""
     order: BlockOrder[None] = BlockOrder()
-    order.add_all([name(number) for number in range(RUN_MAX)], None)
+    order.add_all([name(number) for number in range(BATCH_MAX)], None)
     looks, get = 0, BlockLookup.get
 
     def counted(lookup: BlockLookup[object], block: bytes) -> object:
@@ -114,19 +114,19 @@ def test_the_oldest_is_found_without_a_look_at_those_that_have_left(
         return get(lookup, block)
 
     monkeypatch.setattr(BlockLookup, "get", counted)
-    for number in range(RUN_MAX):
+    for number in range(BATCH_MAX):
         oldest = next(iter(order))
         assert oldest == name(number)
         assert order.pop(oldest)
-    assert looks < 4 * RUN_MAX
+    assert looks < 4 * BATCH_MAX
 
 
-def test_a_run_of_many_is_cut() -> None:
-    """Whatever leaves, no more than one run is looked through."""
+def test_a_batch_of_many_is_cut() -> None:
+    """Whatever leaves, no more than one batch is looked through."""
     order: BlockOrder[None] = BlockOrder()
-    names = [name(number) for number in range(3 * RUN_MAX)]
+    names = [name(number) for number in range(3 * BATCH_MAX)]
     order.add_all(names, None)
-    assert order.run_count == 3
+    assert order.batch_count == 3
     order.drop(names[1::2])
     assert [*order] == names[::2]
 
@@ -135,8 +135,8 @@ def test_a_run_of_many_is_cut() -> None:
 def test_no_table_holds_more_than_a_part_of_the_blocks(make: Callable[[], object]) -> None:
     """Python's tables move all of their entries when they grow: 0.2 s for a million blocks."""
     order, count = make(), 2 * WHOLE_MAX
-    for first in range(0, count, RUN_MAX):
-        names = [name(number) for number in range(first, first + RUN_MAX)]
+    for first in range(0, count, BATCH_MAX):
+        names = [name(number) for number in range(first, first + BATCH_MAX)]
         match order:
             case Lru() | Adaptive():
                 for one in names:
@@ -157,6 +157,6 @@ def test_the_garbage_collector_has_nothing_to_look_at() -> None:
         order.add(name(number), None)
         if number % 2:
             order.drop([name(number)])
-    assert order.run_count >= WHOLE_MAX
+    assert order.batch_count >= WHOLE_MAX
     gc.collect()
     assert len(gc.get_objects()) - before < WHOLE_MAX // 10
