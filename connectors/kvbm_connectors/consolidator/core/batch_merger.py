@@ -53,7 +53,7 @@ Draft = StoredDraft | RemovedDraft | ClearedDraft
 
 @dataclass(slots=True)
 class _Open:
-    """What is gathered of one group."""
+    """The stored and removed blocks gathered of one group."""
 
     namespace: str
     held: Held

@@ -9,7 +9,7 @@ then."""
 
 
 class EndedEngines:
-    """When each engine has left, the oldest first. Bounded by their number and by their age."""
+    """Engines that have left, with the time, oldest first. Bounded by number and by age."""
 
     def __init__(self) -> None:
         self._left_ms: dict[str, int] = {}

@@ -33,7 +33,7 @@ Facts = tuple[str, str, tuple[int, ...], tuple[str, ...], tuple[GroupNamespace, 
 
 
 class EngineState(Enum):
-    """What the registry has said of an engine."""
+    """The state of an engine in the registry."""
 
     UNREGISTERED = auto()
     ASKING = auto()
@@ -108,7 +108,7 @@ class Engine:
 
     @property
     def facts(self) -> Facts:
-        """What is known of it beside its blocks: name, life, ranks, namespaces, KV groups."""
+        """The facts of the engine beside its blocks: name, life, ranks, namespaces, KV groups."""
         ranks = tuple(sorted(self.ranks))
         return self.name, self.incarnation, ranks, self.namespaces(), self.groups()
 

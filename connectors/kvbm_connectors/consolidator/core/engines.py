@@ -59,7 +59,7 @@ from kvbm_connectors.consolidator.core.sequencer import Ready
 
 
 class EnginesCore:
-    """Which engines are attached, what each rank holds, and the number of its next event. Pure."""
+    """The attached engines, what each rank holds, and the number of its next event. Pure."""
 
     def __init__(self, host: str, limits: ConsolidatorLimits | None = None) -> None:
         self._host = host

@@ -1,4 +1,4 @@
-"""What goes into the consolidator's core and what comes out."""
+"""Messages: the inputs and effects of the consolidator's core."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ Effect = EngineEffect | PublishConsolidated | Broadcast | AnswerRouter | AskSnap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidatorLimits:
-    """What bounds the core. Sizes are per stream."""
+    """The bounds of the core. Sizes are per stream."""
 
     lost_after_ms: int = 5_000
     """An engine that neither beats nor publishes for so long is lost."""

@@ -1,4 +1,4 @@
-"""What the readers of a router stream hold, and its last batches."""
+"""The router book: the blocks that readers of a router stream hold, and its last batches."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class RunJoiner:
             hashes = self._hashes[group] = set()
         count = len(hashes) + len(event.block_hashes)
         hashes.update(event.block_hashes)
-        # One look at each instead of two. Who says a block twice in one event goes alone.
+        # One look at each instead of two. An event that names a block twice goes alone.
         if len(hashes) < count and self._joined:
             return False
         parts = None if parent is None else self._tails.get((group, parent))

@@ -28,7 +28,7 @@ RECENT_MAX = 4_096
 
 
 class Sign(Enum):
-    """What `Sequencer` says between batches."""
+    """A sign that `Sequencer` puts between batches."""
 
     LOST = auto()
     """Batches before the next one will never come: forget what was built on them."""

@@ -74,7 +74,7 @@ class _Source(Followed[Event]):
 
 @dataclass(frozen=True, slots=True)
 class _Untold:
-    """What a source had in a namespace, or has, and may have lost or gained."""
+    """Blocks of a source in a namespace that it may have lost or gained, not announced yet."""
 
     source: str
     tier: Tier

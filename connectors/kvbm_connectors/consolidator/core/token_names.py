@@ -18,7 +18,7 @@ RETIRED_MAX = 65_536
 
 
 class Kind(NamedTuple):
-    """What an engine said of a block besides its tokens."""
+    """The kind of a block: what an engine said of it besides its tokens."""
 
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None

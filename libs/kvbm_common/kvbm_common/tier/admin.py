@@ -1,4 +1,4 @@
-"""What an operator may ask of a tier and do to it: the part that host and disk tiers share.
+"""Admin verbs: what an operator asks of a tier and does to it, as host and disk tiers share it.
 
 Pure, as the cores that it is part of: a request and the time go in, a reply comes out, and the tier
 announces what has left it.
@@ -59,7 +59,7 @@ begins another. Jobs ask again within milliseconds."""
 
 
 class AdministeredTier(Protocol):
-    """What the verbs need of a tier."""
+    """The part of a tier that the verbs need."""
 
     diary: Diary
     draining: bool
@@ -198,7 +198,7 @@ def _remove_named(
 
 
 class Removals:
-    """What operators remove in steps: each repeats its request until nothing is left."""
+    """Removals in steps: an operator's job repeats its request until nothing is left."""
 
     def __init__(self) -> None:
         self._going: dict[tuple[object, ...], tuple[Removal, int]] = {}

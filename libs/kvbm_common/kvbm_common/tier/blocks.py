@@ -25,7 +25,7 @@ CODE_BYTES = 2
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
-    """What a tier knows of a committed block.
+    """A committed block, as a tier knows it.
 
     `checksum` is the `combined_checksum` of its parts; `namespace` is a 32-byte digest.
     """

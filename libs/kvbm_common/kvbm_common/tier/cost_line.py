@@ -29,7 +29,7 @@ FORGOTTEN = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a load of some bytes takes: neither part is negative."""
+    """The time of a load, as a line over its bytes: neither part is negative."""
 
     start_ms: float
     ms_per_byte: float

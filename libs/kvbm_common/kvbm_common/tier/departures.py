@@ -31,7 +31,7 @@ def entries_for(slot_count: int) -> int:
 
 
 class Departure(NamedTuple):
-    """When and why a block left the tier, or was not stored."""
+    """The departure of a block: when and why it left the tier, or was not stored."""
 
     at_ms: int
     why: str

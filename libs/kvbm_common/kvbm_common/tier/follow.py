@@ -50,7 +50,7 @@ DOUBLINGS_MAX = 16
 
 
 class FollowState(Enum):
-    """What the owner may believe of a source."""
+    """The state of a source: whether its owner knows all that it holds."""
 
     CURRENT = auto()
     BEHIND = auto()
@@ -75,7 +75,7 @@ FOLLOWED = Machine(
 
 
 class Verdict(Enum):
-    """What `take` has made of an event."""
+    """The result of `take` for an event."""
 
     NEXT = auto()
     """`ready` has it, and perhaps others that waited for it."""

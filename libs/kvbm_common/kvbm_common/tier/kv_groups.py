@@ -63,7 +63,7 @@ class GroupRun(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far blocks reach, in tokens from the first one that is asked for."""
+    """The reach of blocks, in tokens from the first one that is asked for."""
 
     tokens: int
     """The largest boundary at which every group has what a hit needs."""

@@ -43,7 +43,7 @@ RANGES = (4, 2)
 
 
 class Grid(msgspec.Struct, frozen=True, array_like=True):
-    """How blocks are cut: `ranges` of `layers` layers each, by `heads` head groups.
+    """The grid that cuts blocks: `ranges` of `layers` layers each, by `heads` head groups.
 
     All runs are of one size. Raises ValueError where there are more parts than can be verified.
     """
@@ -160,7 +160,7 @@ def grid_for(layers: int, heads: int) -> Grid | None:
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds of every block: ranges of layers, each from a head group to another.
+    """The share of one rank in every block: ranges of layers, each from a head group to another.
 
     Of several ranks that hold the same, `replica` 0 is read; all of them load. Raises ValueError
     where it does not lie in the grid.

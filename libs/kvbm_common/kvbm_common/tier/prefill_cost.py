@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class PrefillCost(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine that looks up takes to compute a token, and to copy bytes from host memory.
+    """The cost of computing a token, and of copying bytes from host memory, for the engine.
 
     `before` tokens of the request are on the device, before the first block of the lookup.
     """

@@ -1,4 +1,4 @@
-"""Why a block of a lookup was missed: every reason, and what it means in one line.
+"""Miss reasons: why a block of a lookup was missed, each with what it means in one line.
 
 What to do about each is in docs/operating.md; a test compares the two.
 """

@@ -31,8 +31,7 @@ RENEWED_PER_BLOCK = 64
 a batch comes share this evenly, so that no commit takes longer."""
 
 FORMERS_MAX = 4
-"""Policies before the one in force that may have blocks left: each has an operator's switch behind
-it, since when not all of its blocks have left or been used."""
+"""Replaced policies that may still own blocks. Each came from an operator's switch."""
 JOINED_MAX = 256
 """Blocks that one step gives from a policy beyond these to the one before: 3 µs each."""
 

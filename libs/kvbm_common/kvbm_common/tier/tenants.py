@@ -207,7 +207,7 @@ MayLeave = Callable[[SequenceHash], bool]
 
 
 class Claim:
-    """What a tenant asks for, and whose blocks may leave for it; without one, for an operator."""
+    """The claim of a tenant to room, and whose blocks may leave for it; or that of an operator."""
 
     def __init__(
         self, tenants: Tenants, block_bytes: int, tenant: Tenant | None = None, count: int = 0
