@@ -75,9 +75,9 @@ class LinkThread:
             self.ring()
 
     def _is_sent(self, link: Link) -> bool:
-        """Send what is queued from this thread; False: the link's thread has to be woken.
+        """Send the queued messages from this thread; False: the link's thread has to be woken.
 
-        What that thread says itself leaves when it has taken in what it answers.
+        Messages of the link's own thread leave after it has read those that they answer.
         """
         if threading.current_thread() is self._thread:
             return False
@@ -150,7 +150,7 @@ class LinkThread:
         return POLL_MS_MAX
 
     def _serve_once(self, poller: select.poll) -> bool:
-        """Take in what has come, and send; True: more has come meanwhile, told by no descriptor."""
+        """Read and send; True: more has come meanwhile, which no descriptor signals."""
         now_ms, has_more = _now_ms(), False
         for link in self._links:
             with link.using:

@@ -48,7 +48,7 @@ class Attachment:
         self.epoch = 0
         """The life that is attached; 0: none, so that everything passes through."""
         self.explains = False
-        """The host tier keeps why lookups miss, and wants to be told what it cannot see."""
+        """The host tier explains misses, and wants a report of those that it cannot see."""
         self.takes_hints = False
         """The host tier takes what agents say of their sessions."""
         self._arena_epoch = 0

@@ -174,7 +174,7 @@ class Outbox:
         self._in_vain += 1
 
     def drop_misses(self) -> int:
-        """Forget what is not told: the host tier that wanted it is gone. Returns how many."""
+        """Drop the misses not reported yet: their host tier is gone. Returns how many."""
         count = len(self._misses)
         assert count <= UNTOLD_LOOKUPS_MAX, f"{count} misses have waited"
         self._misses, self._missed_blocks, self._in_vain = [], 0, 0

@@ -102,8 +102,8 @@ class PrefillFit:
             self.known = self._solved()
 
     def _weight(self, took_us: float, expected_us: float) -> float:
-        """Return the weight of a step that was expected to take so long, and learn what is usual.
-        One that is far off weighs less, unless the engine has changed."""
+        """Return the weight of a step, and learn the usual error of the expectation.
+        A step that is far off weighs less, unless the engine has changed."""
         error = (took_us - expected_us) / expected_us
         size, far = abs(error), FAR * self.error
         self.error = max(ERROR_LEAST, self.error * ERROR_KEPT + min(size, far) * (1 - ERROR_KEPT))

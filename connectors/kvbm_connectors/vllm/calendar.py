@@ -27,8 +27,8 @@ class Calendar:
         self._soon[request] = None
 
     def look_in(self, request: str, steps: int, tokens: int = 1) -> None:
-        """Have the step look at a request that is so many steps after the present one, if each
-        computes so many `tokens` of it at most."""
+        """Have a request looked at `steps` steps after the present one, if each computes at most
+        `tokens` of it."""
         assert steps > 0, f"{request} is looked at {steps} steps from now"
         if tokens > 1:
             self._most[request] = tokens

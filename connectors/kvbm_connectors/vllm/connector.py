@@ -295,11 +295,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return sources_of(self._scheduler.hit_of(request), num_external_tokens)
 
     def reset_cache(self) -> bool | None:
-        """Find nothing of what was stored so far: the weights may be others now.
+        """Stop finding blocks stored so far: the weights may be others now.
 
         The tiers are shared with other engines, so nothing is removed: from now on this engine's
         blocks have other names. False: vLLM has refused to clear its device cache, because some
-        request holds blocks of before. What it still has there is stored under no name.
+        request holds blocks of before. Those are not stored.
         """
         side, half = self._scheduler, self._scheduler_half
         if side is None or half is None:

@@ -30,7 +30,7 @@ class RankMarks:
     def __init__(
         self, world_size: int, *, rewritten: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Count the reports of so many ranks. `rewritten`: KV of so many tokens at a request's end
+        """Count the reports of `world_size` ranks. KV of the last `rewritten` tokens of a request
         is written again with its next step."""
         assert world_size > 0, world_size
         assert rewritten >= 0, rewritten

@@ -30,7 +30,7 @@ BUCKETS = 40
 WAITED_MAX = 4096
 """Names that are waited for. A scan over them is a millisecond."""
 HORIZON_PER_SLOT = 8
-"""What comes back later than after so many turnovers of the tier is as good as gone."""
+"""A block that is used again after more turnovers of the tier counts as not used again."""
 PRIOR_BLOCKS = 20.0
 """A kind of block counts as much as all kinds together after so many seen."""
 ALIVE_MIN = 1e-6

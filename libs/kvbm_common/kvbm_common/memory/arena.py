@@ -193,7 +193,7 @@ class Arena:
         os.close(self._fd)
 
     def _allocate(self, huge: bool, stop: threading.Event) -> None:
-        """Allocate slice by slice, so that a stop is heard and progress can be told."""
+        """Allocate slice by slice, so that a stop takes effect and progress can be logged."""
         started = told = time.monotonic()
         for offset in range(0, self.bytes, ALLOCATE_SLICE_BYTES):
             if stop.is_set():

@@ -67,7 +67,7 @@ async def _ask_once(
 
 
 def _join(holders: dict[_Place, HolderDump], page: list[HolderDump]) -> None:
-    """Add a page to what was told; raises DumpMoved if a holder's position has changed."""
+    """Add a page to those before; raises DumpMoved if a holder's position has changed."""
     for one in page:
         place = (one.host, one.source, one.tier, one.rank, one.group)
         before = holders.get(place)

@@ -118,7 +118,7 @@ class Presence:
         return events + [event for key in gone for event in self.remove(key, now_s)]
 
     def sweep(self, now_s: float) -> list[RegistryEvent]:
-        """Believe what has been missing for long enough."""
+        """Remove the entries that have been missing for long enough; return their events."""
         due = [
             key
             for key, entry in self._entries.items()

@@ -51,10 +51,10 @@ class MissingMount:
 
 
 def missing_mount(store: Path, state_dir: Path | None) -> MissingMount | None:
-    """Return what is known of a store whose disk is not mounted; None: there is no such sign.
+    """Return the facts of a store whose disk is not mounted; None: nothing suggests it.
 
-    The disk that is found then is one that holds the mount point. A replaced one is another case,
-    and so is a store that exists.
+    Then the path lies on the disk that holds the mount point. A replaced disk is no such case, nor
+    is a store that exists.
     """
     if state_dir is None or os.path.lexists(store):
         return None

@@ -272,7 +272,7 @@ class Found(_Message, frozen=True, kw_only=True):
     reason: str = ""
     object_blocks: list[Natural] = []
     part_checksums: list[int] = []
-    """What a former release said of parts: neither said nor read."""
+    """A former release's checksums of parts: neither sent nor read."""
     boundary: Natural = 0
     """The tokens of the hit, in a lookup with groups. `slots` are those of the blocks that it needs
     (`tier/kv_groups.py`), group after group."""

@@ -25,7 +25,7 @@ class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):
     checksum: int
     bytes: Natural
     part_checksums: list[int] = []
-    """What a former release said of parts: neither said nor read."""
+    """A former release's checksums of parts: neither sent nor read."""
     parts: GridCode = 1
     """The code of the grid that cuts it into parts (`tier/parts.py`)."""
 
@@ -42,7 +42,7 @@ class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
     bytes: Natural = 0
     reason: str = ""
     part_checksums: list[int] = []
-    """What a former release said of parts: neither said nor read."""
+    """A former release's checksums of parts: neither sent nor read."""
     parts: GridCode = 1
     """The code of the grid that cuts it into parts, as in `LeasedSlot`."""
     part_sums: builtins.bytes = b""

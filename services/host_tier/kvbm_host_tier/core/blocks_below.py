@@ -1,8 +1,8 @@
-"""The blocks of one medium below, each with who has it: what ends at once leaves in parts.
+"""The blocks of one medium below, each with the instances that have it; removed in parts.
 
-What an instance has said belongs to a life. A life ends in no time, and with it all that it said is
-there no more. Its blocks stay in the table until a later turn has come to them: a million at once
-would hold up every lookup. Until then the miss filter lets engines ask for them.
+Each block belongs to a life of an instance. When a life ends, none of its blocks is found any more.
+They stay in the table until a later step reaches them: to remove a million at once would hold up
+every lookup. Until then the miss filter lets engines ask for them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The findable names: what a lookup may find now, told to the filter that engines read.
 
 A name is findable as often as it is committed here, known to be below, or on its way for a lookup.
-Those who keep such names tell of each that comes and goes. At the end of a step all of it leaves
-as one effect, in front of the others: an engine that hears of a block finds its name in the filter.
+The owners of such names report each that comes and goes. At the end of a step all changes leave as
+one effect, before the others: an engine that learns of a block finds its name in the filter.
 
 The filter is complete unless blocks of peers can be had, which are listed nowhere here.
 
-One that has become too small is followed by a larger one. That is written a slice at a tick, first
-the names of its beginning and then what has changed since, while the one before stays in use. The
-tables of the tiers may be large, and are listed a part at a tick: a change before that shows in
-the listing itself.
-Where it cannot be made, that one stays, and the same generation is tried again after a pause.
+A filter that has become too small is replaced by a larger one, and stays in use until that is
+complete. The larger one is written a slice at a tick: first the names at its start, then the
+changes since. The tables of the tiers may be large, and are listed a part at a tick: an earlier
+change shows in the listing itself. If the larger one cannot be made, the same generation is tried
+again after a pause.
 """
 
 from __future__ import annotations

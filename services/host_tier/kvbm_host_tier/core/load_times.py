@@ -122,7 +122,7 @@ class LoadTimes:
         return figures
 
     def check(self) -> None:
-        """Assert that what is queued is what is under way."""
+        """Assert that the bytes queued are those of the loads under way."""
         for medium, traffic in self._media.items():
             sizes = sum(loading.size for loading in traffic.under_way)
             assert sizes == traffic.queued, f"{medium}: {sizes} of {traffic.queued} bytes"

@@ -3,12 +3,12 @@
 This is a hint. A block that is wrongly in it costs a failed fill, one that is missing a recompute.
 Each instance is followed by the rule of `kvbm_common/tier/follow.py`, with one difference: an event
 behind a gap is applied at once, and once more on top of what comes below it. A block whose fill
-failed is forgotten when the disk tier does not have it, and left alone for a while otherwise. Of an
-instance that has left nothing is heard until it joins again, or begins another life.
+failed is forgotten when the disk tier does not have it, and left alone for a while otherwise.
+Events of an instance that has left are dropped until it joins again, or begins another life.
 
-No step goes over all blocks. What has ended is there no more at once, and forgotten in parts
-(`blocks_below.py`). A snapshot, and what was heard before what comes below it, comes in parts
-(`retelling.py`). Until the end of a snapshot what was there before it is believed as well.
+No step goes over all blocks. A life that ends is hidden at once, and its blocks are dropped in
+parts (`blocks_below.py`). A snapshot is applied in parts, and so are newer events on top of it
+(`retelling.py`). Until a snapshot is applied, blocks of before it count as well.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class LowerTierView:
         return [AskDiskSnapshot(instance, self._tier)]
 
     def _ready(self, source: LowerSource, now_ms: int) -> list[Said]:
-        """Return what is next, in order: what was heard last, perhaps, and what has waited."""
+        """Return the changes that are next in order, with those that waited for them."""
         ready: list[Said] = []
         for said in source.ready():
             if said.malformed:
@@ -306,7 +306,7 @@ class LowerTierView:
     def _hear(self, instance: str, said: Said, ready: list[Said]) -> int:
         """Take an event for the first time; returns how many blocks are new.
 
-        Newer ones that were heard before come once more on top.
+        Newer ones that came before are applied once more on top.
         """
         waiting = self._sources[instance].waiting
         newer = ready[1:]
@@ -330,7 +330,7 @@ class LowerTierView:
         return new
 
     def _pass_over(self, instance: str, said: Said, *, clears: bool) -> None:
-        """Have nothing be there that has left by an event that comes after its snapshot."""
+        """Apply a removal that arrives after a newer snapshot: blocks of before it leave."""
         retelling = self._retellings.get(instance)
         former = None if retelling is None else retelling.former
         if former is None or said.epoch < self.epoch(instance):
@@ -355,13 +355,13 @@ class LowerTierView:
         return self._blocks.store(life, names, said.block_bytes, said.namespace)
 
     def _go_on(self, room: int) -> None:
-        """Say again what is left, and forget what has ended, about so many blocks at most."""
+        """Go on with retellings, and drop blocks of ended lives, about `room` blocks in all."""
         room = self._retell(room)
         assert room <= 0 or not self._retellings, f"room for {room} blocks is left"
         self._blocks.let_go(room)
 
     def _retell(self, room: int) -> int:
-        """Say again what is left, about so many blocks at most; returns the room that is left."""
+        """Apply pieces of retellings, about `room` blocks at most; return the room that is left."""
         for instance, retelling in list(self._retellings.items()):
             while room > 0 and (said := retelling.next_piece()) is not None:
                 self._tell(instance, said)
@@ -377,14 +377,14 @@ class LowerTierView:
             self._blocks.end(retelling.former, is_away=False)
 
     def _clear(self, instance: str, *, is_away: bool = False) -> None:
-        """Have nothing of an instance be there."""
+        """End every life of an instance, so that none of its blocks is found."""
         for life in self._lives_of(instance):
             self._blocks.end(life, is_away=is_away)
         self._lives.pop(instance, None)
         self._retellings.pop(instance, None)
 
     def _lives_of(self, instance: str) -> list[Life]:
-        """Return the life of an instance, and the one before it whose blocks are still believed."""
+        """Return the life of an instance, and the former one while its blocks still count."""
         retelling = self._retellings.get(instance)
         lives = (self._lives.get(instance), None if retelling is None else retelling.former)
         return [life for life in lives if life is not None]

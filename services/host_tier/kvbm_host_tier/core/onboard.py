@@ -163,7 +163,7 @@ class Onboard:
     def _walk(
         self, lookup: OpenLookup, now_ms: int, remote: Container[SequenceHash] = ()
     ) -> list[SequenceHash]:
-        """Pin what is here up to the first block that cannot come; return what is to be brought."""
+        """Pin the blocks here up to the first that cannot be loaded; return those to fill."""
         assert len(lookup.slots) == lookup.run_blocks, lookup.owner
         table, below, own = self._table, self._below, lookup.namespaces
         fills: list[SequenceHash] = []

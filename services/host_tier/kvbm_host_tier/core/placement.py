@@ -140,8 +140,8 @@ class Placement:
     def remind(self, engine: Engine, connection: bytes, now_ms: int) -> None:
         """Redirect an engine that beats here and should have gone elsewhere.
 
-        A scheduler half that is not heard any more may have gone without a Bye; then no other host
-        tier tells its workers.
+        A scheduler half that has fallen silent may have gone without a Bye. Its workers then learn
+        of the other host tier from this one only.
         """
         assert engine.label
         if not self.is_others(engine.id.engine):

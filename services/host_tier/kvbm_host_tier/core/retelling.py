@@ -1,9 +1,9 @@
-"""A retelling: what an instance has said and is to be said again, in parts, the newest first.
+"""A retelling: changes of one instance, applied again on top of an older base, newest first.
 
-Events that come too early are believed at once, and a snapshot or a missing event may come below
-them. Then they are said again on top of it. Of each name the newest word counts, whether it comes
-before the retelling reaches an older one or in the midst of it: so no block that has left is there
-again for a while.
+An event behind a gap is applied at once. When a snapshot or the missing event arrives later, it is
+older: the newer changes are applied again above it, a piece per step. For each block the newest
+change wins, whether it arrives before or during the retelling. So no block that has left comes back
+for a while.
 """
 
 from __future__ import annotations

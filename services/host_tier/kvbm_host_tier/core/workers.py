@@ -51,7 +51,7 @@ class Worker:
     peer: str = ""
     stage: WorkerStage = WorkerStage.ATTACHING
     block_bytes: int = field(init=False)
-    """Bytes of a whole block, as this rank's share tells them; 0: they cannot be told."""
+    """Bytes of a whole block, computed from this rank's share; 0: unknown."""
     block_count: int = field(init=False)
     """Device blocks that every region has; both are summed up once, for regions are many."""
 

@@ -150,7 +150,7 @@ class EngineSocket:
     ) -> None:
         """Hand over every message until cancelled. False from `on_message`: no room, dropped.
 
-        `on_turn` follows the messages that have come together.
+        `on_turn` is called after the messages of one turn.
 
         ZMQ's descriptor wakes the loop, which reads in the same turn: a future for each message
         takes longer than the rest of its way. The descriptor tells only of what comes after the

@@ -67,8 +67,8 @@ class LowerTierClient:
     ) -> None:
         """Give every event of a lower tier of this host to `take`, until cancelled.
 
-        Only from now on: snapshots tell what was before. `take` returns False when it has no room.
-        `lost` hears that the stream may have lost events.
+        Only new events come: snapshots have those of before. `take` returns False when it has no
+        room. `lost` is called when the stream may have lost events.
         """
         subscription = self._context.bus.event_subscription(
             start="new",

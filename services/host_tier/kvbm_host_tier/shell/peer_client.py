@@ -104,9 +104,9 @@ class PeerClient:
     def changed(self, peer: PeerId, event: RegistryEvent) -> PeerJoined | PeerLeft | None:
         """Forget a peer that has left or begun a new life: it is asked again where its arena is.
 
-        Returns what the core shall hear. It hears nothing of a peer that says something else in the
-        same life, as when its memory is cut: what is known of it stays. NIXL forgets a peer only
-        when nothing hangs: a wire may heal, and the same peer return.
+        Returns the core's input; None where an entry changes within a life, as when the peer's
+        memory is cut. NIXL forgets a peer only when no read hangs: a wire may heal, and the same
+        peer return.
         """
         if isinstance(event, Changed) and event.before.epoch == event.record.epoch:
             return None

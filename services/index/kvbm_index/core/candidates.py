@@ -28,7 +28,7 @@ class EngineFacts:
     """An engine's entry in the registry: data-parallel ranks, digests of its namespaces."""
 
     ranks: Sequence[int] = ()
-    """Empty: it has not said. Then any rank that is named is believed, else it is rank 0."""
+    """Empty: its entry lists none. Then any rank that is named counts, else rank 0."""
     namespaces: Sequence[str] = ()
 
 

@@ -79,8 +79,7 @@ class Holdings:
             self._note_starts(holder, chains)
 
     def tidy(self, room: int) -> bool:
-        """List what has come, and let go of what has gone, by at most about so many blocks; return
-        whether all is done.
+        """List added blocks and free removed ones, about `room` in all; return whether it is done.
 
         Python takes 40 ms to free the names of a million.
         """

@@ -35,7 +35,7 @@ class ImageError(KvbmError):
 
 
 class SourceImage(msgspec.Struct, frozen=True, kw_only=True):
-    """A source's position, and whether what is held is what it says."""
+    """A source's position, and whether its blocks are known to match it."""
 
     host: Token
     source: Token

@@ -59,7 +59,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReceived:
-    """A source has said what it holds."""
+    """The snapshot that a source was asked for has arrived."""
 
     arrival: SnapshotLoader
 
