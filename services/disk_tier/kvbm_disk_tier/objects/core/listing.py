@@ -35,7 +35,7 @@ from kvbm_disk_tier.objects.core.ranges import WHOLE
 NO_SLOT = 2**32 - 1
 """The slot number of an object that has no slot here."""
 WAITING_MAX = 20_000
-"""Objects that wait for the slots of others: about 6 MB."""
+"""Objects that wait for the slots of others: about 9 MB."""
 MISSING_MAX = 2
 DOUBTED_MIN = 64
 """Up to this many missing blocks count as gone at once."""
@@ -70,8 +70,11 @@ LISTING = Machine(
     },
 )
 
-Entry = tuple[int, SequenceHash, Block]
-"""The time at which an object was stored, on our clock; its block's hash; the block."""
+Order = tuple[bytes, bytes, str, str, int]
+"""A value that orders the objects of one hash."""
+Entry = tuple[int, SequenceHash, Order, Block]
+"""When an object was stored, on our clock, its block's name, its order among the objects of that
+name, and the block. Two hosts may have stored one name at the same time; blocks have no order."""
 
 
 class Listing:
@@ -144,11 +147,11 @@ class Listing:
             if self._ttl_ms and found.age_ms > self._ttl_ms:
                 expired.append(block)
             elif self._is_wanted(block, now_ms):
-                heapq.heappush(youngest, (stored_ms, block.hash, block))
+                heapq.heappush(youngest, (stored_ms, block.hash, _order(block), block))
                 wanted.append(block)
                 if len(youngest) > share:
-                    surplus.add(heapq.heappop(youngest)[2])
-        # Deletions first: they free slots for new objects, and surplus objects are never announced.
+                    surplus.add(heapq.heappop(youngest)[-1])
+        # First what leaves: its slots are for what comes, and what is too much is never announced.
         self._delete(expired, "expired", now_ms)
         self._delete(sorted(surplus, key=_order), "surplus", now_ms)
         new: list[Block] = []
@@ -223,7 +226,7 @@ class Listing:
         if free:
             absent.sort(reverse=True)
         new: list[Block] = []
-        for _, _, block in absent[:free]:
+        for *_, block in absent[:free]:
             self._take(block, new)
         assert len(new) <= free, f"{len(new)} objects took {free} free slots"
         self._inventory.announce_listed(new, now_ms)
@@ -256,6 +259,7 @@ class Listing:
             return False
         if self._unread and self._ranges.of(block.hash) in self._unread:
             return False
+        # It was there before the folders were listed, so its namespace had one if it still is.
         return self._namespaces is None or block.namespace in self._namespaces
 
     def ended(self) -> None:
@@ -301,9 +305,9 @@ class Listing:
         assert len(self._named) == len(self._missing) == len(self._known)
 
 
-def _order(block: Block) -> tuple[bytes, str, str, int]:
+def _order(block: Block) -> Order:
     """Return what orders objects as their names do.
 
     Bytes and parts are written in decimal, without leading zeros.
     """
-    return (block.parent, str(block.bytes), str(block.code), block.checksum)
+    return (block.namespace, block.parent, str(block.bytes), str(block.code), block.checksum)

@@ -22,7 +22,7 @@ from kvbm_common.tier.machine import Machine
 
 DIGITS_MAX = 4
 RANGE_OBJECTS_MAX = 20_000
-"""Objects kept in memory for each range that is being listed: some 6 MB."""
+"""Kept in memory for each range that is being listed: some 9 MB."""
 GROWTH = 2
 """The factor by which a listing may find more objects than the one before."""
 SPREAD = 3.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
@@ -156,10 +158,10 @@ class Bucket:
         self.objects |= {block(number): age_ms for number in wanted}
 
 
-def other(number: int) -> Block:
+def other(number: int, which: int = 1) -> Block:
     """The same block, computed with other rounding on another host."""
     known = block(number)
-    return Block(known.hash, known.parent, known.namespace, known.checksum + 1, known.bytes)
+    return Block(known.hash, known.parent, known.namespace, known.checksum + which, known.bytes)
 
 
 def test_a_listing_is_the_table() -> None:
@@ -290,6 +292,44 @@ def test_of_two_objects_of_a_block_one_stays_and_it_is_the_same_for_all() -> Non
         bucket.list(page=1)
         assert list(bucket.objects) == [block(1)]
         assert bucket.core.inventory.table.blocks() == [block(1)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("digits", [0, 1])
+def test_two_objects_of_a_block_may_have_one_age(slots: int, digits: int) -> None:
+    """Two hosts have stored it in one second, S3's finest. Full or not, one object is left."""
+    bucket = Bucket(slots=slots)
+    bucket.objects = dict.fromkeys((block(1), other(1), block(2), other(2)), 1_000)
+    for _ in range(2):
+        bucket.list(page=4, digits=digits)
+    assert bucket.objects
+    assert len({found.hash for found in bucket.objects}) == len(bucket.objects)
+    assert bucket.core.inventory.table.blocks() == list(bucket.objects)
+
+
+@given(
+    objects=st.dictionaries(
+        st.builds(other, st.integers(1, 6), st.integers(0, 2)), st.sampled_from((0, 1_000))
+    ),
+    slots=st.integers(1, 8),
+    page=st.integers(1, 18),
+    digits=st.integers(0, 1),
+)
+def test_hosts_agree_whatever_has_one_age(
+    objects: dict[Block, int], slots: int, page: int, digits: int
+) -> None:
+    """1. Two hosts list one bucket in turn. 2. Each has what it holds, each block once."""
+    hosts = [Bucket(slots=slots, objects=objects, listed=False) for _ in range(2)]
+    for _ in range(3):
+        for host in hosts:
+            host.list(page=page, digits=digits)
+    held = [set(host.core.inventory.table.blocks()) for host in hosts]
+    assert len({found.hash for found in objects}) == len(objects)
+    assert len(objects) <= Ranges(digits).share(slots)
+    assert held[0] <= set(objects)
+    assert len(held[0]) == len(held[1]) == min(slots, len(objects))
+    if digits == 0:
+        assert held[0] == held[1] == set(objects)
 
 
 def test_a_full_table_makes_room_by_eviction_when_it_writes() -> None:
@@ -509,12 +549,16 @@ def test_a_range_beyond_its_share_loses_its_oldest_while_it_is_listed() -> None:
     assert bucket.core.counts["evictions.surplus"] == 4
 
 
-def test_blocks_of_a_namespace_that_was_not_listed_are_not_gone() -> None:
-    """It is new: its first block was put while the listing was planned."""
+@pytest.mark.parametrize("is_known", [False, True])
+def test_blocks_of_a_namespace_that_was_not_listed_are_not_gone(is_known: bool) -> None:
+    """It is new: its first block was put while the listing was planned. Or its folder is unread."""
     bucket = Bucket()
-    bucket.put(1)
-    bucket.list()
-    bucket.step(ListingBegun(Ranges(), frozenset([bytes(32)])))
+    if is_known:
+        bucket.put(1)
+        bucket.list()
+    bucket.step(ListingBegun(Ranges(), frozenset([bytes(32)]) if is_known else None))
+    if not is_known:
+        offload(bucket, 1)
     bucket.step(RangeListed())
     bucket.compare()
     assert bucket.here() == [1]
