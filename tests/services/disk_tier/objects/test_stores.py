@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvbm_disk_tier.objects.core.answers import FolderList
 from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell import bucket as bucket_module
 from kvbm_disk_tier.objects.shell import directory as directory_module
@@ -98,8 +99,10 @@ async def test_names_come_in_order_page_by_page(
 async def test_namespaces_are_folders(names: Names) -> None:
     for space in SPACES:
         names.put(ours(space, HASHES[3]))
-    assert sorted(await names.store.folders("kv/v2/")) == [f"kv/v2/{space}/" for space in SPACES]
-    assert await names.store.folders("kv/none/") == []
+    found = await names.store.folders("kv/v2/")
+    assert sorted(found.prefixes) == [f"kv/v2/{space}/" for space in SPACES]
+    assert not found.unread
+    assert await names.store.folders("kv/none/") == FolderList([])
     assert await names.all("kv/none/") == []
 
 

@@ -37,6 +37,15 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
+class FolderList:
+    """The folders below a prefix, each as the prefix of the names in it."""
+
+    prefixes: Sequence[str]
+    unread: str = ""
+    """Why folders may have been left out; empty: none was."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A store's answer to a list, as far as it could be read."""
 

@@ -21,7 +21,8 @@ class ListedBlock:
 class ListingBegun:
     """A listing has begun: from now on ObjectsListed tell what the store holds.
 
-    `namespaces`: only names of these are looked at; None: all are.
+    `namespaces`: blocks of no others are looked for, since the list of folders was incomplete.
+    None: all are. A block whose namespace has no folder is missing then.
     """
 
     ranges: Ranges = WHOLE

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvbm_disk_tier.objects.core.answers import (
     Answer,
+    FolderList,
     Listed,
     Page,
     age_ms,
@@ -54,7 +55,7 @@ class Bucket:
         self._calls = Calls(self._connections.interrupt)
         self._client: Any = None
 
-    async def folders(self, prefix: str) -> list[str]:
+    async def folders(self, prefix: str) -> FolderList:
         """Return the prefixes that go on to the next `/` below this one; raises BucketError."""
         found: list[str] = []
         after, more = "", True
@@ -65,7 +66,7 @@ class Bucket:
             if more and last <= after:
                 raise self._away("answers a listing of folders that does not go on")
             after = last
-        return found
+        return FolderList(found)
 
     async def page(self, prefix: str, after: str) -> Page:
         """Return a page of the names with this prefix, behind one; raises BucketError."""

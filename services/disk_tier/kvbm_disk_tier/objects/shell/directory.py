@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from kvbm_common.runtime.loop import monotonic_ms
 
-from kvbm_disk_tier.objects.core.answers import Listed, Page, age_ms
+from kvbm_disk_tier.objects.core.answers import FolderList, Listed, Page, age_ms
 from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell.calls import Calls
 from kvbm_disk_tier.objects.shell.folders import UNFINISHED, Folders, Look
@@ -71,9 +71,14 @@ class Directory:
 
     # --- the store --------------------------------------------------------------------------
 
-    async def folders(self, prefix: str) -> list[str]:
+    async def folders(self, prefix: str) -> FolderList:
         """Return the prefixes that go on to the next `/` below this one; raises BucketError."""
-        return await self._look(lambda look: self._folders.namespaces(prefix, look))
+
+        def folders(look: Look) -> FolderList:
+            found = self._folders.namespaces(prefix, look)
+            return FolderList(found, look.why)
+
+        return await self._look(folders)
 
     async def page(self, prefix: str, after: str) -> Page:
         """Return a page of the names with this prefix, after a given one; raises BucketError.

@@ -17,7 +17,7 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
 
 from kvbm_disk_tier.core.effects import Effect
-from kvbm_disk_tier.objects.core.answers import Listed
+from kvbm_disk_tier.objects.core.answers import FolderList, Listed
 from kvbm_disk_tier.objects.core.messages import (
     GoneLost,
     ListedBlock,
@@ -101,14 +101,21 @@ class Lister:
         log.info("listed %d objects in %d pages; %d pages were asked for again",
                  progress.objects, progress.pages, progress.failures)  # fmt: skip
 
-    async def _folders(self, loop: Loop) -> tuple[list[str], frozenset[bytes]]:
-        """Return the folders of all namespaces, and the namespaces."""
+    async def _folders(self, loop: Loop) -> tuple[list[str], frozenset[bytes] | None]:
+        """Return the folders of all namespaces; and the namespaces, if some may have been left
+        out."""
         found: list[str] = []
+        is_whole = True
         for root in self._names.roots:
-            found += await self._asked(loop, root, functools.partial(self._store.folders, root))
+            ask = functools.partial(self._store.folders, root)
+            listed: FolderList = await self._asked(loop, root, ask)
+            found += listed.prefixes
+            if listed.unread:
+                is_whole = False
+                self._log.warning("unread", f"folders of {root} were left out: {listed.unread}")
         known = {folder: self._names.namespace_of(folder) for folder in found}
         ours = {folder: namespace for folder, namespace in known.items() if namespace is not None}
-        return sorted(ours), frozenset(ours.values())
+        return sorted(ours), None if is_whole else frozenset(ours.values())
 
     async def _list_ranges(self, loop: Loop, progress: Progress) -> None:
         while (place := progress.begin()) is not None:

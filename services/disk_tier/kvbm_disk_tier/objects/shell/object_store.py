@@ -10,7 +10,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.objects.core.answers import Page
+from kvbm_disk_tier.objects.core.answers import FolderList, Page
 from kvbm_disk_tier.objects.core.packing import Packing
 
 OK = ""
@@ -64,7 +64,7 @@ class ObjectStore(Protocol):
     check_s: float | None
     """The interval at which an idle store is probed; None: never."""
 
-    async def folders(self, prefix: str) -> list[str]:
+    async def folders(self, prefix: str) -> FolderList:
         """Return the prefixes that go on to the next `/` below this one."""
 
     async def page(self, prefix: str, after: str) -> Page:

@@ -24,6 +24,7 @@ from kvbm_disk_tier.core.messages import (
     Written,
 )
 from kvbm_disk_tier.objects.core import bucket_health
+from kvbm_disk_tier.objects.core.answers import FolderList
 from kvbm_disk_tier.objects.core.messages import (
     ListingEnded,
     ListingStalled,
@@ -35,6 +36,7 @@ from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell import directory as directory_module
 from kvbm_disk_tier.objects.shell import file_transport
 from kvbm_disk_tier.objects.shell import lister as lister_module
+from kvbm_disk_tier.objects.shell.directory import Directory
 from kvbm_disk_tier.objects.shell.folders import UNFINISHED, UNFINISHED_MS
 from kvbm_disk_tier.objects.shell.medium import ObjectMedium
 
@@ -381,6 +383,24 @@ async def test_what_cannot_be_read_is_left_out_of_a_listing(
         await wait_until(lambda: inbox.of(RangeListed)[-1].is_whole)
         assert set(names_of(inbox)) == set(OBJECTS)
     medium.close()
+
+
+async def test_a_list_of_namespaces_says_what_it_could_not_read(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a namespace that is not on it are not gone then."""
+    put_files(shared, *OBJECTS)
+    store = Directory(shared, lambda *_: None, lambda *_: None)
+    await store.probe("kv/probe/h-0/", write=True)
+    assert await store.folders("kv/v2/") == FolderList([f"kv/v2/{SPACE}/"])
+
+    def fail(_path: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", fail)
+    found = await store.folders("kv/v2/")
+    assert found.prefixes == []
+    assert os.strerror(errno.EIO) in found.unread
 
 
 async def test_ages_are_told_by_the_file_server_however_wrong_our_clock_is(

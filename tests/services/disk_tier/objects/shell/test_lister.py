@@ -17,7 +17,7 @@ from kvbm_disk_tier.core.effects import AppendJournal, Effect
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.journal import Operation, Replay
 from kvbm_disk_tier.core.messages import StoreOpened, Tick
-from kvbm_disk_tier.objects.core.answers import Listed, Page
+from kvbm_disk_tier.objects.core.answers import FolderList, Listed, Page
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
 from kvbm_disk_tier.objects.core.messages import ListedBlock
 from kvbm_disk_tier.objects.core.names import Names
@@ -51,16 +51,19 @@ class Store:
         self.objects = {NAMES.name_of(block): block for block in objects}
         self.fails: Callable[[], bool] = lambda: False
         self.requests = 0
+        self.unread = ""
+        """Why folders of namespaces were left out."""
 
     def _ask(self) -> None:
         self.requests += 1
         if self.fails():
             raise BucketError("not now")
 
-    async def folders(self, prefix: str) -> list[str]:
+    async def folders(self, prefix: str) -> FolderList:
         self._ask()
         below = {name.removeprefix(prefix).split("/")[0] for name in self.objects}
-        return [*sorted(f"{prefix}{name}/" for name in below), f"{prefix}foreign/"]
+        found = [*sorted(f"{prefix}{name}/" for name in below), f"{prefix}foreign/"]
+        return FolderList(found, self.unread)
 
     async def page(self, prefix: str, after: str) -> Page:
         self._ask()
@@ -189,3 +192,23 @@ async def test_surplus_is_deleted_while_it_is_listed() -> None:
     ranges = Ranges.for_listing(100, None)
     assert ranges.count == 16
     assert len(store.objects) <= ranges.count * ranges.share(100)
+
+
+async def test_a_namespace_that_others_have_removed_is_gone() -> None:
+    """With the folder, so the listing in ranges does not name it; unless a folder is unread."""
+    store = Store(blocks(300))
+    tier = Tier(store, 320)
+    async with tier.running():
+        await tier.lister.list_all(tier.loop)
+        retired = SPACES[0].hex()
+        store.objects = {name: one for name, one in store.objects.items() if retired not in name}
+        store.unread = "Input/output error"
+        for _ in range(3):
+            await tier.lister.list_all(tier.loop)
+        await tier.loop.wait_idle(deadline_s=5.0)
+        assert len(tier.here) == 300, "it may be there, and was not seen"
+        store.unread = ""
+        for _ in range(2):
+            await tier.lister.list_all(tier.loop)
+    assert tier.here == set(store.objects.values())
+    assert tier.core.counts["evictions.gone"] == 150
