@@ -1,9 +1,9 @@
 """Listing: makes objects that other hosts, or our former lives, have stored ours to read.
 
 A listing names every object of the store, range by range, a page at a time. Objects that are new
-here take the free slots. Each range keeps its share of the capacity, its youngest objects: the
-others are deleted at once, and kept objects without a slot wait for the range's end. When all
-ranges are listed, the slots are compared, some at a time:
+here take the free slots. Of each range the youngest of each tenant are kept, as many as are the
+range's share of the capacity: what falls out is deleted at once, and what has no slot waits for the
+range's end. When all ranges are listed, the slots are looked at, some at a time:
 
     a block that was here before the listing and was not named   is missing
 
@@ -12,8 +12,9 @@ once, each counts as gone only when the next listing lacks it, too. If a part of
 be read, no block of that range counts as missing.
 
 Several hosts share a store without talking to each other, so whatever is deleted follows from the
-store alone: every host deletes the oldest, the expired, and of two objects of one block the one
-with the greater name (two hosts may have computed bytes that differ in the last digit).
+store alone. Every host deletes the expired, and the oldest of the tenant that is furthest above its
+share. Of two objects of one block it deletes the one with the greater name: two hosts may have
+computed bytes that differ in the last digit.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 
-from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.machine import Machine
 from kvbm_common.tier.slots import Block
 
 from kvbm_disk_tier.core.inventory import Inventory
 from kvbm_disk_tier.objects.core.messages import ListedBlock, ListingBegun
 from kvbm_disk_tier.objects.core.ranges import WHOLE
+from kvbm_disk_tier.objects.core.youngest import Entry, Youngest, order_of
 
 NO_SLOT = 2**32 - 1
 """The slot number of an object that has no slot here."""
@@ -70,12 +71,6 @@ LISTING = Machine(
     },
 )
 
-Order = tuple[bytes, bytes, str, str, int]
-"""A value that orders the objects of one hash."""
-Entry = tuple[int, SequenceHash, Order, Block]
-"""When an object was stored, on our clock, its block's name, its order among the objects of that
-name, and the block. Two hosts may have stored one name at the same time; blocks have no order."""
-
 
 class Listing:
     """The comparison of the table with the store. One listing at a time."""
@@ -90,8 +85,8 @@ class Listing:
         self._ranges = WHOLE
         self._namespaces: frozenset[bytes] | None = None
         self._round = 0
-        self._youngest: dict[int, list[Entry]] = {}
-        """Range → a heap of the objects that are kept of it, oldest first."""
+        self._youngest: dict[int, Youngest] = {}
+        """By range, what is kept of it."""
         self._waiting: list[Entry] = []
         """A heap of objects without a slot; they get the slots of blocks that are gone."""
         self._listed_count = 0
@@ -140,25 +135,33 @@ class Listing:
         wanted: list[Block] = []
         expired: list[Block] = []
         surplus: set[Block] = set()
-        youngest = self._youngest.setdefault(number, [])
-        share = self._ranges.share(self._inventory.table.slot_count)
+        youngest = self._youngest_of(number)
         for found in objects:
             block, stored_ms = found.block, now_ms - found.age_ms
             if self._ttl_ms and found.age_ms > self._ttl_ms:
                 expired.append(block)
             elif self._is_wanted(block, now_ms):
-                heapq.heappush(youngest, (stored_ms, block.hash, _order(block), block))
                 wanted.append(block)
-                if len(youngest) > share:
-                    surplus.add(heapq.heappop(youngest)[-1])
+                too_much = youngest.add(block, stored_ms)
+                if too_much is not None:
+                    surplus.add(too_much)
         # First what leaves: its slots are for what comes, and what is too much is never announced.
         self._delete(expired, "expired", now_ms)
-        self._delete(sorted(surplus, key=_order), "surplus", now_ms)
+        self._delete(sorted(surplus, key=order_of), "surplus", now_ms)
         new: list[Block] = []
         for block in wanted:
             if block not in surplus:
                 self._take(block, new)
         self._inventory.announce_listed(new, now_ms)
+
+    def _youngest_of(self, number: int) -> Youngest:
+        """Return what is kept of a range."""
+        found = self._youngest.get(number)
+        if found is None:
+            table = self._inventory.table
+            found = Youngest(self._ranges.share(table.slot_count), table.tenants)
+            self._youngest[number] = found
+        return found
 
     def _is_wanted(self, block: Block, now_ms: int) -> bool:
         """Tell whether an object may stay: not if a better one of the same block is here."""
@@ -171,7 +174,7 @@ class Listing:
             self._named[slot] = self._round
             return True
         self._counts["object_duplicates"] += 1
-        if _order(block) < _order(known):
+        if order_of(block) < order_of(known):
             self._inventory.lose([(slot, known)], "duplicate", now_ms)
             return True
         self._named[slot] = self._round
@@ -212,7 +215,8 @@ class Listing:
             self._unread.add(number)
         self._listed_count += 1
         assert self._listed_count <= self._ranges.count, f"range {number} was listed before"
-        for entry in self._fill(self._youngest.pop(number, []), now_ms):
+        youngest = self._youngest.pop(number, None)
+        for entry in self._fill(youngest.entries() if youngest else [], now_ms):
             heapq.heappush(self._waiting, entry)
             if len(self._waiting) > WAITING_MAX:
                 heapq.heappop(self._waiting)
@@ -298,16 +302,10 @@ class Listing:
     def check(self) -> None:
         """Assert every invariant of the listing."""
         assert self.is_running or not self._youngest, "a range is open, and no listing runs"
+        for youngest in self._youngest.values():
+            youngest.check()
         assert self._missed_again <= self._missed <= self._looked_for
         assert self._listed_count <= self._ranges.count
         assert len(self._waiting) <= WAITING_MAX
         assert len(self._unread) <= self._listed_count
         assert len(self._named) == len(self._missing) == len(self._known)
-
-
-def _order(block: Block) -> Order:
-    """Return what orders objects as their names do.
-
-    Bytes and parts are written in decimal, without leading zeros.
-    """
-    return (block.namespace, block.parent, str(block.bytes), str(block.code), block.checksum)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvbm_common.tenant_tag import digest_end
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
@@ -267,6 +269,17 @@ def test_with_the_same_age_the_names_decide() -> None:
     bucket.put(5, 3, 4, 1, age_ms=1_000)
     bucket.list()
     assert bucket.stored() == [4, 5]
+
+
+def test_a_tenant_within_its_share_keeps_its_oldest() -> None:
+    """Another tenant's hosts have stored too much between two listings."""
+    bucket = Bucket(slots=4)
+    bucket.put(1, 2, age_ms=86_000_000)
+    noisy = bytes(20) + digest_end("noisy")
+    for number in range(3, 9):
+        bucket.objects[msgspec.structs.replace(block(number), namespace=noisy)] = 1_000 * number
+    bucket.list()
+    assert bucket.stored() == bucket.here() == [1, 2, 3, 4]
 
 
 def test_expired_objects_are_deleted_known_or_not() -> None:
