@@ -142,7 +142,7 @@ class LowerTier(Service):
                 case wanted.OpenStore(slot_bytes):
                     self.open_store(slot_bytes)
                 case wanted.ProbeStore():
-                    self.later(self.world.delay(10), partial(self.step, disk.StoreProbed()))
+                    self.later(self.world.delay(10), lambda: self.step(self.probe()))
                 case wanted.RewriteJournal():
                     self.rewrite(effect)
                 case wanted.AppendJournal():
@@ -178,6 +178,10 @@ class LowerTier(Service):
         else:
             failed = disk.WriteFailed(effect.write, disk.STALE_ARENA)
             self.later(0, partial(self.step, failed))
+
+    def probe(self) -> disk.StoreProbed:
+        """Say whether the store can be read and written now."""
+        return disk.StoreProbed()
 
     def _read(self, effect: wanted.ReadSlots) -> None:
         if effect.epoch in self._mapped.values():

@@ -113,7 +113,7 @@ class ObjectTier(LowerTier):
 
     def write(self, effect: wanted.WriteSlots, arena: Memory) -> None:
         """Put each block, from a lane whose content is compared first."""
-        lost: list[int] = []
+        outcomes = [OK] * len(effect.blocks)
         left = len(effect.blocks)
 
         def ended(index: int, outcome: str) -> None:
@@ -121,9 +121,11 @@ class ObjectTier(LowerTier):
             left -= 1
             if outcome != OK:
                 self.world.marks[f"object not put: {outcome}"] += 1
-                lost.append(index)
+                outcomes[index] = outcome
             if not left:
-                self.step(disk.Written(effect.write, tuple(sorted(lost))))
+                lost = tuple(index for index, outcome in enumerate(outcomes) if outcome != OK)
+                is_failure = FAILED in outcomes and OK not in outcomes
+                self.step(disk.Written(effect.write, lost, "away" if is_failure else ""))
 
         for index, (slot, block) in enumerate(zip(effect.sources, effect.blocks, strict=True)):
             put = partial(self._copy_in, arena, slot, block, partial(ended, index))
@@ -140,10 +142,8 @@ class ObjectTier(LowerTier):
         def put() -> None:
             is_refused = not self.bucket.is_up or self._is_lossy()
             if is_refused:
-                self._trouble(write=True)
                 ended(FAILED)
                 return
-            self._health.good()
             self._lately.discard(name)
             self.bucket.put(name, lane)
             ended(OK)
@@ -185,7 +185,7 @@ class ObjectTier(LowerTier):
         self, arena: Memory, slot: int, block: Block, until_ms: int, ended: Ended
     ) -> None:
         if not self.bucket.is_up or self._is_lossy():
-            self._trouble(write=False)
+            self._trouble()
             ended(FAILED)
             return
         self._health.good()
@@ -253,7 +253,7 @@ class ObjectTier(LowerTier):
             progress.failed(place)
             self.take(objects.ListingStalled())
             self.world.marks["listing failed"] += 1
-            self._trouble(write=False)
+            self._trouble()
             self.later(LIST_MS / 3, partial(self._page, progress, place))
             return
 
@@ -276,8 +276,11 @@ class ObjectTier(LowerTier):
 
     # --- health -----------------------------------------------------------------------------
 
-    def _trouble(self, *, write: bool) -> None:
-        if self._health.trouble("the bucket does not answer", write=write):
+    def probe(self) -> disk.StoreProbed:
+        return disk.StoreProbed("" if self.bucket.is_up else "the bucket does not answer")
+
+    def _trouble(self) -> None:
+        if self._health.trouble("the bucket does not answer"):
             self.world.marks["bucket down"] += 1
             self.step(disk.StoreDown("the bucket does not answer"))
             self.later(PROBE_MS, self._probe)

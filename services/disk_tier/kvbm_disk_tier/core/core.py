@@ -103,7 +103,7 @@ class DiskTierCore:
         self._emit = self._outbox.append
         self.limits = limits or DiskTierLimits()
         means = Means(self.limits, self.counts, self._emit)
-        self.health = DiskHealth(self.counts, self._emit)
+        self.health = DiskHealth(self.counts, self._emit, called=kind.called)
         self.store = Store(kind, means)
         self.arenas = HostArenas(self.store, self._emit)
         announcer = Announcer(host=host, source=source, tier=kind.tier, epoch=epoch)
@@ -283,6 +283,8 @@ class DiskTierCore:
             case StoreOpened():
                 self.store.opened(event)
                 self.inventory.opened(event, now_ms)
+                if event.write_failure:
+                    self.health.takes_no_blocks(event.write_failure, now_ms)
                 self.pending.admission.filter.size_for(event.layout.slot_count)
                 self.arenas.refit()
                 self.pending.budget.spend(event.depth.written_bytes + event.replay.moved_bytes)

@@ -86,7 +86,10 @@ class Cause(Enum):
 class DiskHealth:
     """The state of one disk. Pure: time comes in with every call."""
 
-    def __init__(self, counts: Counter[str], emit: Emit) -> None:
+    def __init__(self, counts: Counter[str], emit: Emit, *, called: str = "disk") -> None:
+        """Start with a disk that works; `problem` calls it what it is `called`."""
+        assert called, "a disk is called something"
+        self._called = called
         self.state = HEALTH.next(None, "made")
         self.reads = self.writes = True
         """Blocks may be read, and written."""
@@ -124,6 +127,14 @@ class DiskHealth:
             self._broken_by = cause
             self._counts["disk_bypasses"] += 1
             self._spare(cause.event, f"{cause.value}: {why}", now_ms)
+
+    def takes_no_blocks(self, why: str, now_ms: int) -> None:
+        """Begin no write to a store that was opened and cannot be written to: it is read from."""
+        assert why, "a trouble has a reason"
+        if HEALTH.has(self.state, "writes fail"):
+            self._broken_by = Cause.WRITE
+            self._counts["disk_bypasses"] += 1
+            self._spare("writes fail", f"{Cause.WRITE.value}: {why}", now_ms)
 
     def stalled(self, started_ms: int, now_ms: int) -> None:
         """Count a trouble for what started then, and has not come back."""
@@ -180,8 +191,8 @@ class DiskHealth:
     def _spare(self, event: str, problem: str, now_ms: int) -> None:
         self._move(event)
         assert not self.writes, f"the disk takes blocks after {event!r}: {problem}"
-        spared = "the disk is bypassed" if not self.reads else "the disk takes no blocks"
-        self.problem = f"{spared}: {problem}"
+        spared = "is bypassed" if not self.reads else "takes no blocks"
+        self.problem = f"the {self._called} {spared}: {problem}"
         self._probe_from_ms = now_ms + self._pause_ms
         self._rows.clear()
 

@@ -28,11 +28,18 @@ class StoreKind:
     became of the lease."""
     offloaded: str = ""
     """The counter of its blocks; empty: by the arena's mode."""
+    called: str = "disk"
+    """What readiness calls it."""
 
 
 DISK = StoreKind("disk-tier", "disk", sized=True, verifies_writes=False)
 OBJECT = StoreKind(
-    "object-tier", "object", sized=False, verifies_writes=True, offloaded="offload_blocks_d2o"
+    "object-tier",
+    "object",
+    sized=False,
+    verifies_writes=True,
+    offloaded="offload_blocks_d2o",
+    called="object store",
 )
 
 

@@ -105,6 +105,8 @@ class Written:
 
     write: int
     lost: tuple[int, ...] = ()
+    failure: str = ""
+    """Why the store has taken none of those that it was given; empty: it has taken some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,8 @@ class StoreOpened:
     depth: Depth = Depth()
     replaced_format: bool = False
     """Whether a store of another format was replaced, whose blocks are lost."""
+    write_failure: str = ""
+    """Why blocks can be read from it, and not be written; empty: they can."""
 
 
 @dataclass(frozen=True, slots=True)

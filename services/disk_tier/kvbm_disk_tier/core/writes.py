@@ -274,7 +274,10 @@ class Writes:
             write.slots = [one for index, one in enumerate(write.slots) if index not in lost]
             write.load = sum(self._inventory.table.slot_bytes(slot) for slot, _ in write.slots)
         self.pending.size.ended(now_ms - write.started_ms)
-        self._health.good(Cause.WRITE, write.started_ms, now_ms)
+        if event.failure:
+            self._health.trouble(Cause.WRITE, event.failure, now_ms)
+        else:
+            self._health.good(Cause.WRITE, write.started_ms, now_ms)
         self._release(write, "written")
 
     def write_failed(self, event: WriteFailed, now_ms: int) -> None:

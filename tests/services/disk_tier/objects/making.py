@@ -16,14 +16,10 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_disk_tier.objects.core.names import Names
 from kvbm_disk_tier.objects.core.packing import Plain
 from kvbm_disk_tier.objects.shell.bucket import Bucket
+from kvbm_disk_tier.objects.shell.counters import listed_counter, requests_counter
 from kvbm_disk_tier.objects.shell.directory import Directory
 from kvbm_disk_tier.objects.shell.file_transport import FileTransport
-from kvbm_disk_tier.objects.shell.medium import (
-    ObjectMedium,
-    ObjectOptions,
-    listed_counter,
-    requests_counter,
-)
+from kvbm_disk_tier.objects.shell.medium import ObjectMedium, ObjectOptions
 from kvbm_disk_tier.objects.shell.mover import ObjectMover, Transport
 from kvbm_disk_tier.objects.shell.object_store import ObjectStore
 from kvbm_disk_tier.objects.shell.s3_client import BucketOptions

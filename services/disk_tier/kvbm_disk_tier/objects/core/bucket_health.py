@@ -2,8 +2,11 @@
 
     UP --TROUBLES_MAX troubles in a row, or a refusal--> DOWN --a probe that succeeds--> UP
 
-Probes come after a pause. It doubles with every probe that fails, and with every return to DOWN
-before a request has succeeded.
+Reads and listings count. Writes have a state of their own in the core (`core/health.py`): a store
+that is full, or may only be read, goes on serving what it has.
+
+Probes come after a pause that doubles with every one that fails, and with every return to DOWN
+before anything has worked.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ PAUSE_MAX_S = 30.0
 
 
 class BucketState(Enum):
-    """Whether objects are read and written."""
+    """Whether anything is asked for but probes."""
 
     UP = "up"
     DOWN = "down"
@@ -45,8 +48,6 @@ class BucketHealth:
         self.state = BUCKET.next(None, "made")
         self.reason = ""
         """Why it is down; empty: it is up."""
-        self.needs_write = False
-        """Whether a write failed: then a probe that only reads would prove nothing."""
         self._make_pauses = pauses
         self._troubles = 0
         self._pauses = pauses(PAUSE_S, PAUSE_MAX_S)
@@ -61,7 +62,7 @@ class BucketHealth:
         self._troubles = 0
         self._pauses = self._make_pauses(PAUSE_S, PAUSE_MAX_S)
 
-    def trouble(self, reason: str, *, write: bool, refused: bool = False) -> bool:
+    def trouble(self, reason: str, *, refused: bool = False) -> bool:
         """Count a failure; return whether it has just taken the store down."""
         assert reason, "a trouble has a reason"
         assert self.is_down or self._troubles < TROUBLES_MAX, f"up, with {self._troubles}: {reason}"
@@ -69,7 +70,7 @@ class BucketHealth:
         if self.is_down or not (refused or self._troubles >= TROUBLES_MAX):
             return False
         self._move("failed")
-        self.reason, self.needs_write = reason, write
+        self.reason = reason
         return True
 
     def pause_s(self) -> float:

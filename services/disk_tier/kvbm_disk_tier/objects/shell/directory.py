@@ -164,7 +164,7 @@ class Directory:
             if write:
                 folder = self._root / prefix
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                (folder / "probe").write_bytes(bytes(4096))
+                _write_anew(folder / "probe")
 
         await self._call("put" if write else "list", probe, tries=1)
 
@@ -259,6 +259,16 @@ class Directory:
             refused = error.errno in REFUSALS
             kind = BucketRefused if refused else BucketError
             raise kind(f"{where} cannot be used: {error}") from error
+
+
+def _write_anew(path: Path) -> None:
+    """Write a file and remove it. One that is there has its room: writing it proves nothing."""
+    path.unlink(missing_ok=True)
+    try:
+        path.write_bytes(bytes(4096))
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _make_mark(path: Path) -> None:

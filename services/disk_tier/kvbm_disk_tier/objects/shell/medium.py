@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import monotonic_ms
-from kvbm_common.runtime.metrics import Counter, Metrics
+from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.verbs import ArenaReply
@@ -46,6 +46,7 @@ from kvbm_disk_tier.objects.core.answers import Listed
 from kvbm_disk_tier.objects.core.bucket_health import BucketHealth
 from kvbm_disk_tier.objects.core.messages import ListedBlock
 from kvbm_disk_tier.objects.core.names import KeyIds, Names
+from kvbm_disk_tier.objects.shell.counters import listed_counter, requests_counter
 from kvbm_disk_tier.objects.shell.deletes import Deletes
 from kvbm_disk_tier.objects.shell.lister import Lister, ListerDoors, Loop
 from kvbm_disk_tier.objects.shell.object_store import (
@@ -69,6 +70,8 @@ NO_KEY = "no_key"
 """The block's namespace has none, and what is stored here is sealed."""
 UNSEEN = "unseen"
 """Other bytes have come, and whether they are the object's cannot be told."""
+NOT_ASKED = (STALE_ARENA, CHANGED, DeadlineExceeded.code, NO_KEY)
+"""Why a block was not put without a word from the store."""
 
 log = logging.getLogger(__name__)
 
@@ -141,21 +144,26 @@ class ObjectMedium:
         return None
 
     async def open(self, _slot_bytes: int) -> StoreOpened | StoreFailed:
-        """See whether the bucket is there and lets us read and write."""
-        try:
-            await self._store.probe(self._probe_prefix, write=True)
-        except BucketError as error:
-            self._log.warning(error.code, str(error))
-            return StoreFailed(str(error))
+        """See whether the bucket is there and lets us read, and write."""
+        found = await self.probe()
+        if failure := found.read_failure or found.write_failure:
+            self._log.warning("open", failure)
+        if found.read_failure:
+            return StoreFailed(failure)
         self._opened.set()
-        return StoreOpened(Layout.unsized(self._options.slot_count), Replay({}, 1, 0, 0))
+        layout = Layout.unsized(self._options.slot_count)
+        return StoreOpened(layout, Replay({}, 1, 0, 0), write_failure=failure)
 
-    async def probe(self, _effect: ProbeStore) -> StoreProbed:
-        """Ask for a name and put an empty object: the bucket took seconds for blocks."""
+    async def probe(self, _effect: ProbeStore | None = None) -> StoreProbed:
+        """Ask for a name, then put an object: one may work without the other."""
         try:
-            await self._store.probe(self._probe_prefix, write=True)
+            await self._store.probe(self._probe_prefix, write=False)
         except BucketError as error:
             return StoreProbed(str(error))
+        try:
+            await self._store.probe(self._probe_prefix, write=True)
+        except BucketError as error:
+            return StoreProbed(write_failure=str(error))
         return StoreProbed()
 
     @property
@@ -201,7 +209,16 @@ class ObjectMedium:
         if all(outcome == STALE_ARENA for outcome in outcomes):
             return WriteFailed(effect.write, STALE_ARENA)
         lost = tuple(index for index, outcome in enumerate(outcomes) if outcome != OK)
-        return Written(effect.write, lost)
+        return Written(effect.write, lost, self._write_failure(outcomes))
+
+    def _write_failure(self, outcomes: Sequence[str]) -> str:
+        """Return why the store has taken no block; empty: it has, or was given none."""
+        failed = [outcome for outcome in outcomes if outcome not in (OK, *NOT_ASKED)]
+        if not failed or OK in outcomes:
+            return ""
+        failure = f"{self.where}: objects cannot be written ({failed[0]})"
+        self._log.warning("write", failure)
+        return failure
 
     async def _put(self, block: Block, epoch: int, offset: int) -> str:
         if not self._names.may_name(block):
@@ -218,7 +235,7 @@ class ObjectMedium:
             outcome = await self._mover.put(
                 name, block, epoch=epoch, offset=offset, deadline_s=left_s
             )
-            if outcome in (STALE_ARENA, CHANGED, DeadlineExceeded.code):
+            if outcome in NOT_ASKED:
                 return outcome
             self._request_ended("put", block, outcome)
             if outcome == OK:
@@ -293,10 +310,12 @@ class ObjectMedium:
         self._requests.labels(request=kind, outcome="ok" if answered else "failed").inc()
         if outcome == OK:
             self._moved.labels(direction="written" if kind == "put" else "read").inc(block.bytes)
-        if answered:
+        if kind == "put":
+            self._answers += answered
+        elif answered:
             self._answered()
         else:
-            self._trouble(f"{self.where}: objects cannot be {_DONE[kind]} ({outcome})", kind)
+            self._trouble(f"{self.where}: objects cannot be read ({outcome})")
 
     # --- listings ---------------------------------------------------------------------------
 
@@ -307,7 +326,7 @@ class ObjectMedium:
             begun=self._deletes.forget,
             worked=self._answered,
             failed=lambda error: self._trouble(
-                str(error), "list", refused=isinstance(error, BucketRefused)
+                str(error), refused=isinstance(error, BucketRefused)
             ),
             wait_deletes=self._deletes.wait_room,
         )
@@ -336,8 +355,8 @@ class ObjectMedium:
         self._answers += 1
         self._health.good()
 
-    def _trouble(self, reason: str, kind: str, *, refused: bool = False) -> None:
-        if self._health.trouble(reason, write=kind == "put", refused=refused):
+    def _trouble(self, reason: str, *, refused: bool = False) -> None:
+        if self._health.trouble(reason, refused=refused):
             self._log.warning("down", reason)
             self._is_down.set()
             self._say(StoreDown(reason))
@@ -347,7 +366,7 @@ class ObjectMedium:
             await self._is_down.wait()
             await asyncio.sleep(self._health.pause_s())
             try:
-                await self._store.probe(self._probe_prefix, write=self._health.needs_write)
+                await self._store.probe(self._probe_prefix, write=False)
             except BucketError as error:
                 if self._health.still_down(str(error)):
                     self._log.warning(error.code, str(error))
@@ -373,27 +392,4 @@ class ObjectMedium:
                 await self._store.probe(self._probe_prefix, write=False)
             except BucketError as error:
                 if self._answers == before:  # It may have waited for others' turns.
-                    self._trouble(str(error), "list", refused=True)
-
-
-def requests_counter(counters: Metrics) -> Counter:
-    """Return the counter of requests by kind, which the store bills.
-
-    `get` and `put` are NIXL's, the others boto3's.
-    """
-    return counters.counter(
-        "kvbm_object_requests_total", "Requests to the bucket.", labels=("request", "outcome")
-    )
-
-
-def listed_counter(counters: Metrics) -> Counter:
-    """Return the counter of what listings name, and of what a directory leaves out."""
-    return counters.counter(
-        "kvbm_object_listed_total",
-        "Objects named by listings: ours, foreign, or of a wrong size. Left out of a directory, "
-        "each time: odd, neither objects nor their folders; unread: they cannot be read.",
-        labels=("kind",),
-    )
-
-
-_DONE = {"put": "written", "get": "read"}
+                    self._trouble(str(error), refused=True)

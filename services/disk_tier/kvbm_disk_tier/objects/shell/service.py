@@ -18,14 +18,10 @@ from kvbm_disk_tier.core.memory import parts_of
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
 from kvbm_disk_tier.objects.core.packing import Packing, Plain
 from kvbm_disk_tier.objects.shell.bucket import Bucket
+from kvbm_disk_tier.objects.shell.counters import listed_counter, requests_counter
 from kvbm_disk_tier.objects.shell.directory import Directory
 from kvbm_disk_tier.objects.shell.file_transport import FileTransport
-from kvbm_disk_tier.objects.shell.medium import (
-    ObjectMedium,
-    ObjectOptions,
-    listed_counter,
-    requests_counter,
-)
+from kvbm_disk_tier.objects.shell.medium import ObjectMedium, ObjectOptions
 from kvbm_disk_tier.objects.shell.mover import ObjectMover, Transport
 from kvbm_disk_tier.objects.shell.object_store import ObjectStore
 from kvbm_disk_tier.objects.shell.s3_client import BucketOptions

@@ -23,30 +23,30 @@ def test_troubles_in_a_row_take_it_down_and_what_works_between_does_not() -> Non
     """The reason of the last one is told; what came before is forgotten with a success."""
     health = BucketHealth(doubling)
     for _ in range(3):
-        assert [health.trouble("slow", write=False) for _ in range(TROUBLES_MAX - 1)] == [False] * 2
+        assert [health.trouble("slow") for _ in range(TROUBLES_MAX - 1)] == [False] * 2
         health.good()
-    assert not health.trouble("slow", write=False)
-    assert not health.trouble("slow", write=False)
-    assert health.trouble("away", write=True)
-    assert (health.reason, health.needs_write) == ("away", True)
-    assert not health.trouble("again", write=False), "it is down already"
+    assert not health.trouble("slow")
+    assert not health.trouble("slow")
+    assert health.trouble("away")
+    assert health.reason == "away"
+    assert not health.trouble("again"), "it is down already"
     assert health.reason == "away"
 
 
 def test_a_refusal_takes_it_down_at_once() -> None:
     """Who is not let in need not knock three times."""
     health = BucketHealth(doubling)
-    assert health.trouble("denied", write=False, refused=True)
+    assert health.trouble("denied", refused=True)
 
 
 def test_probes_come_ever_more_rarely_until_something_has_worked() -> None:
     """A probe that succeeds proves little: only work resets the pause."""
     health = BucketHealth(doubling)
-    health.trouble("away", write=False, refused=True)
+    health.trouble("away", refused=True)
     pauses = [health.pause_s() for _ in range(10)]
     assert (pauses[0], pauses[4], pauses[-1]) == (PAUSE_S, 16 * PAUSE_S, PAUSE_MAX_S)
     health.up()
-    health.trouble("away", write=False, refused=True)
+    health.trouble("away", refused=True)
     assert health.pause_s() == PAUSE_MAX_S
     health.good()
     assert health.pause_s() == PAUSE_S
@@ -55,7 +55,7 @@ def test_probes_come_ever_more_rarely_until_something_has_worked() -> None:
 def test_another_reason_is_news() -> None:
     """The operator reads the newest one."""
     health = BucketHealth(doubling)
-    health.trouble("away", write=False, refused=True)
+    health.trouble("away", refused=True)
     assert not health.still_down("away")
     assert health.still_down("denied")
     assert health.reason == "denied"

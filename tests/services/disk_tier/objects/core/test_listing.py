@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.tenant_tag import digest_end
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.breaker import PAUSE_MS
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Removed, Stored
@@ -20,6 +21,7 @@ from kvbm_disk_tier.core.effects import (
     Effect,
     LeaseHost,
     OpenStore,
+    ProbeStore,
     Publish,
     ReadSlots,
     ReleaseHost,
@@ -37,6 +39,7 @@ from kvbm_disk_tier.core.messages import (
     Released,
     StoreDown,
     StoreOpened,
+    StoreProbed,
     StoreUp,
     Tick,
     Written,
@@ -396,6 +399,44 @@ def test_while_the_store_is_down_nothing_is_begun() -> None:
     assert one(up, LeaseHost).request.hashes == [name(2).hex()]
     assert bucket.core.view.statistics().ready
     assert one(fill(bucket, 1), ReadSlots).sources == (bucket.core.inventory.table.find(name(1)),)
+
+
+def test_a_store_that_only_takes_no_blocks_is_read_from() -> None:
+    """1. No block of three batches could be put. 2. A fill is served. 3. A probe puts an object."""
+    bucket = Bucket()
+    bucket.step(ArenaKnown(arena()))
+    bucket.put(1)
+    bucket.list()
+    for number in (2, 4, 6):
+        lease = one(seen(bucket, number), LeaseHost)
+        reply = LeaseReply(lease=1, slots=[leased_slot(number)])
+        write = one(bucket.step(Leased(lease.write, reply)), WriteSlots)
+        assert bucket.core.view.statistics().ready
+        bucket.step(Written(write.write, (0,), "away"))
+    told = bucket.core.view.statistics()
+    assert told.reasons == ["the object store takes no blocks: blocks cannot be written: away"]
+    assert not [e for e in seen(bucket, 8) if isinstance(e, LeaseHost)]
+    assert one(fill(bucket, 1), ReadSlots).sources == (bucket.core.inventory.table.find(name(1)),)
+    bucket.now_ms += PAUSE_MS
+    assert one(bucket.step(Tick()), ProbeStore)
+    assert one(bucket.step(StoreProbed()), LeaseHost).request.hashes == [name(8).hex()]
+    assert bucket.core.view.statistics().ready
+
+
+def test_a_store_that_is_opened_and_takes_no_blocks_says_so() -> None:
+    """Keys that may not put, or a file system that was full before: it is read from."""
+    core = ObjectTierCore(host="h", instance="0", epoch=7)
+    core.start()
+    core.step(Tick(), 0)
+    opened = StoreOpened(Layout.unsized(4), Replay({}, 1, 0, 0), write_failure="denied")
+    core.step(opened, 0)
+    core.check()
+    told = core.view.statistics()
+    assert told.reasons == ["the object store takes no blocks: blocks cannot be written: denied"]
+    assert core.health.reads
+    core.step(Tick(), PAUSE_MS)
+    core.step(StoreProbed(), PAUSE_MS)
+    assert core.view.statistics().ready
 
 
 def test_after_goodbye_pages_change_nothing() -> None:

@@ -8,6 +8,8 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,18 @@ import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.breaker import FAILURES_MAX, PAUSE_MAX_MS
+from kvbm_common.wire.verbs import LeaseReply
+from kvbm_disk_tier.core.effects import LeaseHost, ProbeStore, ReadSlots, WriteSlots
 from kvbm_disk_tier.core.messages import (
+    ArenaKnown,
+    Leased,
     ReadDone,
     StoreDown,
     StoreFailed,
     StoreOpened,
     StoreUp,
+    Tick,
     Written,
 )
 from kvbm_disk_tier.objects.core import bucket_health
@@ -39,8 +47,13 @@ from kvbm_disk_tier.objects.shell import lister as lister_module
 from kvbm_disk_tier.objects.shell.directory import Directory
 from kvbm_disk_tier.objects.shell.folders import UNFINISHED, UNFINISHED_MS
 from kvbm_disk_tier.objects.shell.medium import ObjectMedium
+from kvbm_disk_tier.objects.shell.object_store import BucketError
 
+from tests.services.disk_tier.helpers import arena as core_arena
+from tests.services.disk_tier.helpers import block, leased_slot, one
 from tests.services.disk_tier.mediums import Inbox, Place, arena
+from tests.services.disk_tier.objects.core.test_listing import Bucket, seen
+from tests.services.disk_tier.objects.core.test_listing import fill as ask_for
 from tests.services.disk_tier.objects.making import LANES, PARTS, listed_of, make_medium, running
 from tests.services.disk_tier.shell.test_service import remount
 from tests.small_tmpfs import fill, small_tmpfs
@@ -454,36 +467,79 @@ async def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     medium.close()
 
 
-async def test_a_full_or_read_only_file_system_is_read_from(tmp_path: Path) -> None:
-    """What cannot be written is lost, with a reason, and with room it goes on by itself."""
-    with small_tmpfs(tmp_path / "mounted", 2 * MIB) as directory:
+@asynccontextmanager
+async def judged(medium: ObjectMedium) -> AsyncIterator[tuple[Bucket, Callable[..., Any]]]:
+    """A core that knows block 10 and hears all that the medium says; and what writes a block."""
+    bucket = Bucket(objects={block(10): 0})
+    bucket.step(ArenaKnown(core_arena()))
+    async with running(medium) as inbox:
+
+        async def put(place: Place, number: int) -> Written:
+            """Write a block, and give the core the outcome as that of a write of its own."""
+            done = await medium.write(place.writing({0: place.fill(0, number)}))
+            assert isinstance(done, Written)
+            lease = one(seen(bucket, 2 * number), LeaseHost)
+            reply = LeaseReply(lease=1, slots=[leased_slot(2 * number)])
+            write = one(bucket.step(Leased(lease.write, reply)), WriteSlots)
+            bucket.step(replace(done, write=write.write))
+            for said in inbox.of(StoreDown):
+                bucket.step(said)
+            return done
+
+        yield bucket, put
+
+
+async def probed(bucket: Bucket, medium: ObjectMedium) -> None:
+    """Let the pause end, and tell the core what a probe has found."""
+    bucket.now_ms += PAUSE_MAX_MS
+    bucket.step(await medium.probe(one(bucket.step(Tick()), ProbeStore)))
+
+
+@pytest.mark.parametrize("trouble", ["full", "read only"])
+async def test_a_full_or_read_only_file_system_is_read_from(tmp_path: Path, trouble: str) -> None:
+    """What cannot be written is lost, readiness says why, and with room it goes on by itself."""
+    with small_tmpfs(tmp_path / "mounted", 2 * MIB) as directory, arena() as made:
         medium = make_medium(directory, Metrics())
-        with arena() as made:
-            assert isinstance(await medium.open(0), StoreOpened)
-            place = Place(made, medium)
-            await medium.write(place.writing({0: place.fill(0, 10)}))
-            filler = fill(directory)
-            async with running(medium) as inbox:
-                lost = await medium.write(place.writing({0: place.fill(0, 11)}))
-                assert isinstance(lost, Written)
-                assert lost.lost == (0,)
-                for number in range(12, 16):  # Failures in a row, whatever else is tried meanwhile.
-                    await medium.write(place.writing({0: place.fill(0, number)}))
-                await wait_until(lambda: inbox.of(StoreDown))
-                assert (await read(place)).intact == (True,)
-                filler.unlink()
-                await wait_until(lambda: inbox.of(StoreUp))
-                done = await medium.write(place.writing({0: place.fill(0, 11)}))
-                assert isinstance(done, Written)
-                assert done.lost == ()
+        assert isinstance(await medium.open(0), StoreOpened)
+        place = Place(made, medium)
+        await medium.write(place.writing({0: place.fill(0, 10)}))
+        async with judged(medium) as (bucket, put):
+            filler = fill(directory) if trouble == "full" else None
+            if filler is None:
                 remount(directory, "ro")
-                for number in range(12, 16):
-                    await medium.write(place.writing({0: place.fill(0, number)}))
-                await wait_until(lambda: "Read-only" in inbox.of(StoreDown)[-1].reason)
-                assert (await read(place, 11)).intact == (True,)
+            for number in range(11, 11 + FAILURES_MAX):
+                lost = await put(place, number)
+                assert lost.lost == (0,)
+            told = bucket.core.view.statistics()
+            assert not told.ready
+            assert "the object store takes no blocks: blocks cannot be written" in told.reasons[0]
+            assert one(ask_for(bucket, 10), ReadSlots)
+            assert (await read(place)).intact == (True,)
+            await probed(bucket, medium)
+            words = {"full": "No space left", "read only": "Read-only file system"}[trouble]
+            assert words in bucket.core.view.statistics().reasons[0]
+            again = await make_medium(directory, Metrics()).open(0)
+            assert isinstance(again, StoreOpened), "the next life reads from it, too"
+            assert words in again.write_failure
+            if filler is None:
                 remount(directory, "rw")
-                await wait_until(lambda: len(inbox.of(StoreUp)) == 2)
+            else:
+                filler.unlink()
+            await probed(bucket, medium)
+            assert bucket.core.view.statistics().ready
+            assert (await put(place, 20)).lost == ()
         medium.close()
+
+
+async def test_a_probe_needs_room_each_time(tmp_path: Path) -> None:
+    """Its own file of the last time has its room already: writing it again proves nothing."""
+    with small_tmpfs(tmp_path / "mounted", 2 * MIB) as directory:
+        store = Directory(directory, lambda *_: None, lambda *_: None)
+        await store.probe("kv/probe/h-0/", write=True)
+        fill(directory)
+        with pytest.raises(BucketError, match="No space left"):
+            await store.probe("kv/probe/h-0/", write=True)
+        assert os.listdir(directory / "kv/probe/h-0") == []
 
 
 async def test_a_file_server_that_hangs_costs_deadlines_and_no_late_byte_arrives(
