@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.errors import DeadlineExceeded
+from kvbm_common.nixl.transfers import TransferTimeout
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics
@@ -268,19 +269,25 @@ class ObjectMedium:
             outcome, sums = (got, b"") if isinstance(got, str) else (OK, got)
             if outcome in (STALE_ARENA, TOO_LATE, DeadlineExceeded.code):
                 break
+            is_answer = outcome in (OK, CORRUPT)
             # What is corrupt may have been so on its way only: it is read once more.
             if outcome != OK and (outcome != CORRUPT or tried):
-                outcome = await self._why(name, block, outcome, until_ms)
+                outcome, is_answer = await self._why(name, block, outcome, until_ms)
             self._request_ended("get", block, outcome)
+            if is_answer:
+                self._answered()
+            else:
+                self._trouble(f"{self.where}: objects cannot be read ({outcome})")
             if outcome in (OK, GONE) or (outcome == CORRUPT and tried):
                 break
         if outcome not in (OK, GONE):
             self._failures["get"].inc()
         return outcome, sums
 
-    async def _why(self, name: str, block: Block, outcome: str, until_ms: int) -> str:
+    async def _why(self, name: str, block: Block, outcome: str, until_ms: int) -> tuple[str, bool]:
         """Find out why a read has failed: object gone, of another size, or store in trouble.
 
+        Returns the outcome, and whether the store answers: then no other object is concerned.
         It asks with a list, because a head of an object cannot tell a missing object from a missing
         bucket. Wrong bytes are only believed of a store that answers lists: a maintenance page is
         no reason to delete an object.
@@ -290,10 +297,12 @@ class ObjectMedium:
             async with asyncio.timeout(left_s):
                 size = await self._store.size(name)
         except (BucketError, TimeoutError):
-            return UNSEEN if outcome == CORRUPT else outcome
+            return UNSEEN if outcome == CORRUPT else outcome, False
         if size is None:
-            return GONE
-        return outcome if size == self._object_bytes(block) else CORRUPT
+            return GONE, True
+        if size != self._object_bytes(block):
+            return CORRUPT, True
+        return outcome, outcome != TransferTimeout.code  # A late one tells of the store.
 
     def _object_bytes(self, block: Block) -> int:
         return block.bytes + self._mover.packing.extra_bytes
@@ -310,12 +319,7 @@ class ObjectMedium:
         self._requests.labels(request=kind, outcome="ok" if answered else "failed").inc()
         if outcome == OK:
             self._moved.labels(direction="written" if kind == "put" else "read").inc(block.bytes)
-        if kind == "put":
-            self._answers += answered
-        elif answered:
-            self._answered()
-        else:
-            self._trouble(f"{self.where}: objects cannot be read ({outcome})")
+        self._answers += answered
 
     # --- listings ---------------------------------------------------------------------------
 

@@ -531,6 +531,28 @@ async def test_a_full_or_read_only_file_system_is_read_from(tmp_path: Path, trou
         medium.close()
 
 
+async def test_a_file_that_cannot_be_opened_fails_alone(
+    place: Place, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is listed, and it has the right size. Each read of it took the whole store out."""
+    for number in (10, 11):
+        await place.medium.write(place.writing({0: place.fill(0, number)}))
+    bad, open_file = file_of(place, shared, 11), os.open
+
+    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
+        if Path(path) == bad:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    async with running(_medium(place)) as inbox:
+        await wait_until(lambda: inbox.of(ListingEnded))
+        for _ in range(bucket_health.TROUBLES_MAX):
+            assert (await read(place, 11)).reasons == ("transfer_failed",)
+        assert (await read(place, 10)).intact == (True,)
+        assert not inbox.of(StoreDown)
+
+
 async def test_a_probe_needs_room_each_time(tmp_path: Path) -> None:
     """Its own file of the last time has its room already: writing it again proves nothing."""
     with small_tmpfs(tmp_path / "mounted", 2 * MIB) as directory:
