@@ -83,6 +83,15 @@ def store_now_ms(answered_ms: int | None, own_ms: int) -> int:
     return answered_ms
 
 
+def file_server_now_ms(stamped_ms: int, own_ms: int) -> int:
+    """Return the time by which the ages of files are told: the earlier one, if it is much earlier.
+
+    Files that look too young stay. By a server's clock that jumps ahead all of them would expire.
+    """
+    assert own_ms >= 0, f"it is {own_ms} ms here"
+    return own_ms if stamped_ms - own_ms > CLOCKS_APART_MAX_MS else stamped_ms
+
+
 def age_ms(stored_ms: int, now_ms: int) -> int:
     """Return an object's age; one with an impossible date counts as new, and is not deleted."""
     return max(0, now_ms - stored_ms) if stored_ms >= EARLIEST_MS else 0

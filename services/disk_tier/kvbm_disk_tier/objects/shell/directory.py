@@ -19,7 +19,13 @@ from typing import TypeVar
 
 from kvbm_common.runtime.loop import monotonic_ms
 
-from kvbm_disk_tier.objects.core.answers import FolderList, Listed, Page, age_ms
+from kvbm_disk_tier.objects.core.answers import (
+    FolderList,
+    Listed,
+    Page,
+    age_ms,
+    file_server_now_ms,
+)
 from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell.calls import Calls
 from kvbm_disk_tier.objects.shell.folders import UNFINISHED, Folders, Look
@@ -214,7 +220,8 @@ class Directory:
     def _set_clock(self) -> None:
         """Read the file server's clock: it stamps the files, so ages are counted by it.
 
-        Ours may be wrong, and every host would lose a block that is too old by it.
+        Ours may be wrong, and a block that is too old by it would be lost to every host. So would
+        all blocks by a server's clock that is far ahead of ours.
         """
         own_ms = monotonic_ms()
         if own_ms < self._believed_until_ms:
@@ -223,7 +230,9 @@ class Directory:
         with contextlib.suppress(OSError):  # A read-only store keeps the last difference.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch()
-            self._ahead_ms = path.stat().st_mtime_ns // 1_000_000 - own_ms
+            stamped_ms = path.stat().st_mtime_ns // 1_000_000
+            now_ms = file_server_now_ms(stamped_ms, time.time_ns() // 1_000_000)
+            self._ahead_ms = now_ms - own_ms
             self._believed_until_ms = own_ms + CLOCK_MS
 
     def _now_ms(self) -> int:

@@ -12,6 +12,7 @@ from kvbm_disk_tier.objects.core.answers import (
     EARLIEST_MS,
     Answer,
     age_ms,
+    file_server_now_ms,
     refusal_of,
     store_now_ms,
 )
@@ -64,6 +65,13 @@ def test_ages_are_told_by_the_stores_clock_if_it_may_be_one() -> None:
     for apart, believed in ((CLOCKS_APART_MAX_MS, True), (CLOCKS_APART_MAX_MS + 1, False)):
         for theirs in (NOW_MS + apart, NOW_MS - apart):
             assert store_now_ms(theirs, NOW_MS) == (theirs if believed else NOW_MS)
+
+
+def test_a_file_server_is_believed_unless_it_is_far_ahead() -> None:
+    """Behind ours its clock makes files younger, which deletes none."""
+    for apart in (-(10**9), -1, 0, CLOCKS_APART_MAX_MS):
+        assert file_server_now_ms(NOW_MS + apart, NOW_MS) == NOW_MS + apart
+    assert file_server_now_ms(NOW_MS + CLOCKS_APART_MAX_MS + 1, NOW_MS) == NOW_MS
 
 
 @given(st.integers(-(10**15), 10**15))

@@ -416,6 +416,25 @@ async def test_a_list_of_namespaces_says_what_it_could_not_read(
     assert os.strerror(errno.EIO) in found.unread
 
 
+async def test_a_file_server_whose_clock_jumps_ahead_ages_nothing(
+    place: Place, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was resumed stamps two days ahead for a moment: all files had expired."""
+    await place.medium.write(place.writing({0: place.fill(0, 10)}))
+    touch = Path.touch
+
+    def touch_ahead(path: Path, **named: Any) -> None:
+        touch(path, **named)
+        ahead_s = time.time() + 2 * 86_400
+        os.utime(path, (ahead_s, ahead_s))
+
+    monkeypatch.setattr(Path, "touch", touch_ahead)
+    async with running(_medium(place)) as inbox:
+        await wait_until(lambda: inbox.of(ListingEnded))
+        (page,) = inbox.of(ObjectsListed)
+        assert page.objects[0].age_ms < 60_000
+
+
 async def test_ages_are_told_by_the_file_server_however_wrong_our_clock_is(
     place: Place, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
