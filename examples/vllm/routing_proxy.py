@@ -68,7 +68,8 @@ class Options:
     """Name → address."""
     policy: str = "route"
     kvbm: str = KVBM
-    token: str = ""
+    token_file: Path | None = None
+    """Holds the token for KVBM's API; it is read again when KVBM refuses it."""
     route_s: float = ROUTE_S
     silence_s: float = SILENCE_S
     retry_s: float = RETRY_S
@@ -78,11 +79,11 @@ class Router:
     """Asks KVBM which engine should take a request."""
 
     def __init__(self, options: Options, workers: Workers) -> None:
-        headers = {"authorization": f"Bearer {options.token}"} if options.token else {}
         self.client = httpx.AsyncClient(
-            base_url=options.kvbm, headers=headers, timeout=options.route_s, trust_env=False
+            base_url=options.kvbm, timeout=options.route_s, trust_env=False
         )
         self._options = options
+        self._read_token()
         self._workers = workers
         self._turns = itertools.count()
         self._namespace: dict[str, Any] | None = None
@@ -180,14 +181,37 @@ class Router:
             costs.setdefault(url, (one["cost"], one["compute"] + one["load"]))
         return float(reply["asked"]), costs
 
+    def _read_token(self) -> None:
+        """Send the token that the file holds now from here on; raises OSError."""
+        path = self._options.token_file
+        if path is not None and (token := path.read_text().strip()):
+            self.client.headers["authorization"] = f"Bearer {token}"
+
+    async def _request(
+        self, method: str, path: str, question: dict[str, Any] | None
+    ) -> httpx.Response:
+        """Return KVBM's answer; a token that was replaced is read once more."""
+        reply = await self.client.request(method, path, json=question)
+        if reply.status_code != httpx.codes.UNAUTHORIZED:
+            return reply
+        try:
+            self._read_token()
+        except OSError as error:
+            raise NoOrder(f"the token cannot be read: {error}") from error
+        # Another request may have read the new one first.
+        if self.client.headers.get("authorization") == reply.request.headers.get("authorization"):
+            return reply
+        return await self.client.request(method, path, json=question)
+
     async def _ask(
         self, method: str, path: str, read: Any, question: dict[str, Any] | None = None
     ) -> Any:
         try:
-            reply = await self.client.request(method, path, json=question)
+            reply = await self._request(method, path, question)
             return read(reply.raise_for_status().json())
         except httpx.HTTPStatusError as error:
-            raise NoOrder(f"{path}: {error.response.text}") from error
+            answer = error.response
+            raise NoOrder(f"{path}: status {answer.status_code}: {answer.text}") from error
         except httpx.HTTPError as error:
             self._left_alone_until_s = time.monotonic() + self._options.retry_s
             raise NoOrder(f"{path}: {error!r}") from error
@@ -253,7 +277,7 @@ def main() -> None:
         engines=dict(arguments.engine),
         policy=arguments.policy,
         kvbm=arguments.kvbm,
-        token=arguments.token_file.read_text().strip() if arguments.token_file else "",
+        token_file=arguments.token_file,
         route_s=arguments.route_s,
         silence_s=arguments.silence_s,
         retry_s=arguments.retry_s,

@@ -32,12 +32,16 @@ class Kvbm(Worker):
         super().__init__(self._answer)
         self.best = ["a", "b"]
         self.status = 200
+        self.token = ""
+        """Set: a ranking needs it."""
 
     def answer_get(self) -> object:
         return [{"engine": "other", "namespace_fields": {}},
                 {"engine": "a", "namespace_fields": FIELDS}]  # fmt: skip
 
     def _answer(self, _: Worker, body: dict[str, Any]) -> tuple[int, object]:
+        if self.token and self.headers[-1].get("authorization") != f"Bearer {self.token}":
+            return 401, {"error": "wrong token"}
         waiting = {one["source"]: one["waiting_blocks"] for one in body["engines"]}
         ranked = [
             {"source": name, "cost": place + 1.5 + waiting[name], "compute": place + 1, "load": 0.5}
@@ -239,6 +243,19 @@ def test_without_kvbm_the_engines_share_the_requests(trouble: str) -> None:
         else:
             world.kvbm.answer = lambda worker, body: (200, [1])
         assert sorted(world.taken_by(4)) == ["a", "a", "b", "b"]
+
+
+def test_a_token_that_is_replaced_is_read_again(tmp_path: Path) -> None:
+    """Goal: a rotation of KVBM's token costs no request its best engine."""
+    file = tmp_path / "token"
+    file.write_text("old\n")
+    with proxied("--token-file", str(file)) as world:
+        for token in ("old", "new"):
+            world.kvbm.token = token
+            file.write_text(f"{token}\n")
+            assert world.taken_by(3) == ["a", "a", "a"]
+        world.kvbm.token = "unknown"
+        assert sorted(world.taken_by(2)) == ["a", "b"]
 
 
 def test_an_engine_that_kvbm_leaves_out_is_the_last_choice(world: World) -> None:
