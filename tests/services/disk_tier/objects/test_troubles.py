@@ -332,7 +332,10 @@ async def test_a_server_that_dies_with_its_memory_and_comes_back_is_empty(
             assert isinstance(await flying, Written)
             done = await read(place, {4: blocks[0]}, within_ms=1_000)
             assert done.reasons in (("transfer_failed",), ("transfer_timeout",))
-            await medium.write(place.writing(blocks))
+            lost = await medium.write(place.writing(blocks))
+            assert isinstance(lost, Written)
+            assert lost.failure
+            await read(place, {4: blocks[0], 5: blocks[1], 6: blocks[2]}, within_ms=1_000)
             await wait_until(lambda: inbox.of(StoreDown))
             mortal_s3.start()
             mortal_s3.client.create_bucket(Bucket=bucket)
