@@ -2,8 +2,10 @@
 
     UP --TROUBLES_MAX troubles in a row, or a refusal--> DOWN --a probe that succeeds--> UP
 
-Reads and listings count. Writes have a state of their own in the core (`core/health.py`): a store
-that is full, or may only be read, goes on serving what it has.
+Reads and listings count. A block that cannot be read though the store answers says nothing of
+others, until UNREADABLE_MAX of them come without a read between that succeeds. Writes have a state
+of their own in the core (`core/health.py`): a store that is full, or may only be read, goes on
+serving what it has.
 
 Probes come after a pause that doubles with every one that fails, and with every return to DOWN
 before anything has worked.
@@ -17,6 +19,8 @@ from enum import Enum
 from kvbm_common.tier.machine import Machine
 
 TROUBLES_MAX = 3
+UNREADABLE_MAX = 8
+"""Blocks; a key that may list and not read would be asked three times for each one."""
 PAUSE_S = 1.0
 PAUSE_MAX_S = 30.0
 
@@ -50,6 +54,7 @@ class BucketHealth:
         """Why it is down; empty: it is up."""
         self._make_pauses = pauses
         self._troubles = 0
+        self._unreadable: set[bytes] = set()
         self._pauses = pauses(PAUSE_S, PAUSE_MAX_S)
 
     @property
@@ -57,17 +62,26 @@ class BucketHealth:
         """Tell whether only probes are sent."""
         return self.state is BucketState.DOWN
 
-    def good(self) -> None:
-        """Note that a request has succeeded."""
+    def good(self, *, read: bool = False) -> None:
+        """Note that a request has succeeded; `read`: that a block could be read."""
         self._troubles = 0
+        if read:
+            self._unreadable.clear()
         self._pauses = self._make_pauses(PAUSE_S, PAUSE_MAX_S)
 
-    def trouble(self, reason: str, *, refused: bool = False) -> bool:
-        """Count a failure; return whether it has just taken the store down."""
+    def trouble(self, reason: str, *, refused: bool = False, alone: bytes = b"") -> bool:
+        """Count a failure; return whether it has just taken the store down.
+
+        `alone`: the hash of the block that cannot be read, of a store that answers.
+        """
         assert reason, "a trouble has a reason"
         assert self.is_down or self._troubles < TROUBLES_MAX, f"up, with {self._troubles}: {reason}"
-        self._troubles += 1
-        if self.is_down or not (refused or self._troubles >= TROUBLES_MAX):
+        if alone:
+            self._unreadable.add(alone)
+        else:
+            self._troubles += 1
+        many = self._troubles >= TROUBLES_MAX or len(self._unreadable) >= UNREADABLE_MAX
+        if self.is_down or not (refused or many):
             return False
         self._move("failed")
         self.reason = reason
@@ -85,6 +99,7 @@ class BucketHealth:
         self._move("probe succeeded")
         self.reason = ""
         self._troubles = 0
+        self._unreadable.clear()
 
     def still_down(self, reason: str) -> bool:
         """Record that a probe has failed; return whether the reason is another than before."""

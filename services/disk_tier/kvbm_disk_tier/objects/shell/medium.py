@@ -274,10 +274,11 @@ class ObjectMedium:
             if outcome != OK and (outcome != CORRUPT or tried):
                 outcome, is_answer = await self._why(name, block, outcome, until_ms)
             self._request_ended("get", block, outcome)
-            if is_answer:
-                self._answered()
+            if outcome in (OK, GONE, CORRUPT):
+                self._answered(read=True)
             else:
-                self._trouble(f"{self.where}: objects cannot be read ({outcome})")
+                reason = f"{self.where}: objects cannot be read ({outcome})"
+                self._trouble(reason, alone=block.hash if is_answer else b"")
             if outcome in (OK, GONE) or (outcome == CORRUPT and tried):
                 break
         if outcome not in (OK, GONE):
@@ -355,12 +356,12 @@ class ObjectMedium:
 
     # --- health -----------------------------------------------------------------------------
 
-    def _answered(self) -> None:
+    def _answered(self, *, read: bool = False) -> None:
         self._answers += 1
-        self._health.good()
+        self._health.good(read=read)
 
-    def _trouble(self, reason: str, *, refused: bool = False) -> None:
-        if self._health.trouble(reason, refused=refused):
+    def _trouble(self, reason: str, *, refused: bool = False, alone: bytes = b"") -> None:
+        if self._health.trouble(reason, refused=refused, alone=alone):
             self._log.warning("down", reason)
             self._is_down.set()
             self._say(StoreDown(reason))

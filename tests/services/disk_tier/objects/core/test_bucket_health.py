@@ -8,8 +8,11 @@ from kvbm_disk_tier.objects.core.bucket_health import (
     PAUSE_MAX_S,
     PAUSE_S,
     TROUBLES_MAX,
+    UNREADABLE_MAX,
     BucketHealth,
 )
+
+from tests.libs.helpers import name
 
 
 def doubling(pause_s: float, max_s: float) -> Iterator[float]:
@@ -31,6 +34,19 @@ def test_troubles_in_a_row_take_it_down_and_what_works_between_does_not() -> Non
     assert health.reason == "away"
     assert not health.trouble("again"), "it is down already"
     assert health.reason == "away"
+
+
+def test_blocks_that_cannot_be_read_take_it_down_when_they_are_many() -> None:
+    """Goal: one bad file costs no other block; a key that may list and not read costs few reads."""
+    health, names = BucketHealth(doubling), [name(n) for n in range(UNREADABLE_MAX)]
+    assert not any(health.trouble("denied", alone=names[0]) for _ in range(100))
+    assert not any(health.trouble("denied", alone=one) for one in names[1:-1])
+    health.good()
+    assert health.trouble("denied", alone=names[-1]), "a listing that succeeds is no read"
+    health.up()
+    assert not any(health.trouble("denied", alone=one) for one in names[1:])
+    health.good(read=True)
+    assert not health.trouble("denied", alone=names[0])
 
 
 def test_a_refusal_takes_it_down_at_once() -> None:
