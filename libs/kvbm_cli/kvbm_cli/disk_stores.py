@@ -1,8 +1,8 @@
 """Disk stores: each disk tier of a stack has the directory that holds its store.
 
 A store is named after its host and instance. So directories may be listed in another order, or one
-of them may be left out, and each disk tier finds its blocks. A directory without a store gets the
-lowest number that is free.
+of them may be left out, and each disk tier finds its blocks. Where a disk is not mounted, what was
+noted in its last life counts. A directory without a store gets the lowest number that is free.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm_common.config.settings import Settings
+from kvbm_common.runtime.mounts import last_noted, missing_mount
 
 JOURNAL, HEADER = "journal", "header"
 """A directory with a journal is a disk tier's store; its header says whose."""
 HEADER_BYTES_MAX = 64 * 1024
+NUMBERS = range(64)
+"""These numbers are looked for among the notes on mounts, whose names are hashes."""
 LOOK_S = 2.0
 """How long a look at the directories may take; behind it they have the numbers of their places."""
 
@@ -62,17 +65,36 @@ def numbers_of(held: Sequence[set[int]]) -> list[int]:
 
 
 def numbers_in(directory: Path, settings: Settings) -> set[int]:
-    """Return the numbers of the disk tiers of these settings whose stores a directory holds."""
+    """Return the numbers of the disk tiers of these settings whose stores a directory holds.
+
+    Or that of the store which it held when its disk was mounted.
+    """
     first = re.escape(f"kvbm-{settings.host}-{settings.instance}")
     name = re.compile(rf"{first}(-[1-9]\d*)?")
+    matches: list[re.Match[str]] = []
     with contextlib.suppress(OSError):
-        found = {one: name.fullmatch(one) for one in os.listdir(directory)}
-        return {
-            int((match[1] or "-0")[1:])
-            for one, match in found.items()
-            if match is not None and is_store_of(directory / one, settings)
-        }
-    return set()
+        matches = [match for one in os.listdir(directory) if (match := name.fullmatch(one))]
+    held = {
+        int((match[1] or "-0")[1:])
+        for match in matches
+        if is_store_of(directory / match.string, settings)
+    }
+    return held or noted_number(directory, settings, only_missing=True)
+
+
+def noted_number(directory: Path, settings: Settings, *, only_missing: bool) -> set[int]:
+    """Return the number of the store that a directory had last, from the notes on mounts.
+
+    `only_missing`: only if its disk is not mounted now.
+    """
+    stores = {
+        settings.disk_store(directory, f"{settings.instance}-{number}".removesuffix("-0")): number
+        for number in NUMBERS
+    }
+    last = last_noted(stores, settings.state_dir)
+    if last is None or (only_missing and missing_mount(last, settings.state_dir) is None):
+        return set()
+    return {stores[last]}
 
 
 def is_store_of(store: Path, settings: Settings) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from kvbm_cli import disk_stores
 from kvbm_cli.disk_stores import directories_by_number, numbers_of
 from kvbm_cli.stack_processes import instances_of, processes_of
 from kvbm_common.config.settings import Settings
+from kvbm_common.runtime.mounts import note_mount
+
+from tests.small_tmpfs import small_tmpfs
 
 
 def stored(directory: Path, *names: str) -> Path:
@@ -20,9 +24,9 @@ def stored(directory: Path, *names: str) -> Path:
     return directory
 
 
-def settings(*directories: Path) -> Settings:
+def settings(*directories: Path, **more: object) -> Settings:
     texts = {"host": "h", "disk_cache_gb": 1, "disk_cache_dirs": ",".join(map(str, directories))}
-    return Settings.load({}, texts)
+    return Settings.load({}, texts | more)
 
 
 def test_directories_in_another_order_keep_their_disk_tiers(tmp_path: Path) -> None:
@@ -50,6 +54,25 @@ def test_a_new_directory_gets_a_number_that_is_free(tmp_path: Path) -> None:
     new, first, third = tmp_path / "n", stored(tmp_path / "a", "kvbm-h-0"), tmp_path / "c"
     stored(third, "kvbm-h-0-2")
     assert directories_by_number(settings(new, first, third)) == {0: first, 1: new, 2: third}
+
+
+def test_directories_whose_disks_are_not_mounted_keep_their_disk_tiers(tmp_path: Path) -> None:
+    """1. Two disks have a store each; one had another number before. 2. Neither is mounted at the
+    next start, which has another order, or one directory less, or one more."""
+    first, second, state = tmp_path / "a", tmp_path / "b", tmp_path / "state"
+    with small_tmpfs(first, 1 << 20), small_tmpfs(second, 1 << 20):
+        note_mount(second / "kvbm-h-0", state)
+        for record in (state / "mounts").iterdir():
+            os.utime(record, (1, 1))
+        for directory, name in ((first, "kvbm-h-0"), (second, "kvbm-h-0-1")):
+            note_mount(stored(directory, name) / name, state)
+    second.rmdir()
+    for directories, numbers in (
+        ([second, first], {0: first, 1: second}),
+        ([second], {1: second}),
+        ([tmp_path / "new", first, second], {0: first, 1: second, 2: tmp_path / "new"}),
+    ):
+        assert directories_by_number(settings(*directories, state_dir=state)) == numbers
 
 
 @pytest.mark.parametrize(

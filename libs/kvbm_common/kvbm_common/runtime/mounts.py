@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm_common.checksum import block_checksum
 
 DIRECTORY = "mounts"
-"""Below the state directory: a file for each store, with the mount point of its last life."""
+"""Below the state directory: a file for each store, with the mount point of its last life.
+
+Its directory has one, too: the next store there may have another name.
+"""
 
 
 def mount_point(path: Path) -> Path:
@@ -59,12 +63,23 @@ def missing_mount(store: Path, state_dir: Path | None) -> MissingMount | None:
     if state_dir is None or os.path.lexists(store):
         return None
     try:
-        last = Path(_record_of(store, state_dir).read_text())
+        last = _last_mount(store, state_dir)
         now = mount_point(store)
     except (OSError, ValueError):
         return None
     is_missing = now != last and last.is_relative_to(now)
     return MissingMount(store, last, now) if is_missing else None
+
+
+def last_noted(stores: Iterable[Path], state_dir: Path | None) -> Path | None:
+    """Return the store whose mount was noted last; None: none was. No disk of theirs is asked."""
+    if state_dir is None:
+        return None
+    noted: dict[int, Path] = {}
+    for store in stores:
+        with contextlib.suppress(OSError):
+            noted[_record_of(store, state_dir).stat().st_mtime_ns] = store
+    return noted[max(noted)] if noted else None
 
 
 def note_mount(store: Path, state_dir: Path | None) -> None:
@@ -74,18 +89,29 @@ def note_mount(store: Path, state_dir: Path | None) -> None:
     """
     if state_dir is None:
         return
-    record = _record_of(store, state_dir)
     with contextlib.suppress(OSError):
-        mounted_at = mount_point(store)
-        if mounted_at == mounted_at.parent:
-            record.unlink(missing_ok=True)
-            return
-        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = record.with_suffix(f".{os.getpid()}")
-        new.write_text(str(mounted_at))
-        new.replace(record)
+        for path in (store.parent, store):
+            _note(_record_of(path, state_dir), mount_point(path))
 
 
-def _record_of(store: Path, state_dir: Path) -> Path:
-    name = f"{block_checksum(os.fsencode(store.absolute())):016x}"
+def _note(record: Path, mounted_at: Path) -> None:
+    if mounted_at == mounted_at.parent:
+        record.unlink(missing_ok=True)
+        return
+    record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = record.with_suffix(f".{os.getpid()}")
+    new.write_text(str(mounted_at))
+    new.replace(record)
+
+
+def _last_mount(store: Path, state_dir: Path) -> Path:
+    """Return where the disk of a store was mounted, or that of its directory. Raises OSError."""
+    try:
+        return Path(_record_of(store, state_dir).read_text())
+    except FileNotFoundError:
+        return Path(_record_of(store.parent, state_dir).read_text())
+
+
+def _record_of(path: Path, state_dir: Path) -> Path:
+    name = f"{block_checksum(os.fsencode(path.absolute())):016x}"
     return state_dir / DIRECTORY / name

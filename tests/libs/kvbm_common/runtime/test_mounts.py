@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from kvbm_common.checksum import block_checksum
 from kvbm_common.runtime import mounts
 from kvbm_common.runtime.mounts import missing_mount, mount_point, note_mount
 
@@ -30,6 +32,33 @@ def test_a_store_whose_disk_is_not_mounted_is_named(tmp_path: Path) -> None:
     assert missing_mount(store, state) == missing
     with small_tmpfs(disk, 1 << 20):
         assert missing_mount(store, state) is None
+
+
+def test_a_store_of_another_name_is_not_made_on_the_disk_below(tmp_path: Path) -> None:
+    """The directory had a tier of another number or instance. Its disk is waited for, until one
+    tier is told to use what is there."""
+    disk, state = tmp_path / "disk", tmp_path / "state"
+    with small_tmpfs(disk, 1 << 20):
+        note_mount(disk / "kvbm-h-0", state)
+    missing = missing_mount(disk / "kvbm-h-0-1", state)
+    assert missing is not None
+    assert (missing.store, missing.last) == (disk / "kvbm-h-0-1", disk)
+    (disk / "kvbm-h-0-1").mkdir()
+    note_mount(disk / "kvbm-h-0-1", state)
+    assert missing_mount(disk / "kvbm-h-0-2", state) is None
+    assert missing_mount(disk / "kvbm-h-0", state) is not None, "it has a record of its own"
+
+
+def test_a_record_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """It wrote one for the store alone."""
+    disk, state = tmp_path / "disk", tmp_path / "state"
+    with small_tmpfs(disk, 1 << 20):
+        note_mount(disk / "kvbm-h-0", state)
+    for one in (state / "mounts").iterdir():
+        if one.name != f"{block_checksum(os.fsencode(disk / 'kvbm-h-0')):016x}":
+            one.unlink()
+    assert missing_mount(disk / "kvbm-h-0", state) is not None
+    assert missing_mount(disk / "kvbm-h-0-1", state) is None
 
 
 def test_a_store_whose_directory_is_made_is_accepted(
