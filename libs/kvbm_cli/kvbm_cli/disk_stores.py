@@ -12,7 +12,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from kvbm_common.config.settings import Settings
@@ -24,28 +25,57 @@ HEADER_BYTES_MAX = 64 * 1024
 NUMBERS = range(64)
 """These numbers are looked for among the notes on mounts, whose names are hashes."""
 LOOK_S = 2.0
-"""How long a look at the directories may take; behind it they have the numbers of their places."""
+"""How long a look at the directories may take; one that hangs has the number that was noted."""
+DECIDED_MAX = 64
+"""The most lists of directories that a process remembers."""
+_decided: dict[tuple[tuple[Path, ...], str, str, Path], list[int]] = {}
+"""What was decided holds for the process: its tiers run, and a look at a disk that hangs costs."""
+_deciding = threading.Lock()
 
 
 def directories_by_number(settings: Settings) -> dict[int, Path]:
-    """Return the directory of each disk tier, by the tier's number."""
+    """Return the directory of each disk tier, by the tier's number: the same one at each call."""
     directories = settings.disk_cache_dirs
-    held: dict[int, set[int]] = {}
-
-    def look() -> None:
-        for place, directory in enumerate(directories):
-            held[place] = numbers_in(directory, settings)
-
-    # A disk that hangs must not delay the others: the thread is left behind.
-    looking = threading.Thread(target=look, name="disk-stores", daemon=True)
-    looking.start()
-    looking.join(LOOK_S)
-    numbers = numbers_of([held.get(place, set()) for place in range(len(directories))])
-    return dict(sorted(zip(numbers, directories, strict=True)))
+    key = (directories, settings.host, settings.instance, settings.state_dir)
+    with _deciding:
+        if key not in _decided:
+            if len(_decided) >= DECIDED_MAX:
+                _decided.clear()
+            _decided[key] = _decide(settings)
+        return dict(sorted(zip(_decided[key], directories, strict=True)))
 
 
-def numbers_of(held: Sequence[set[int]]) -> list[int]:
+def _decide(settings: Settings) -> list[int]:
+    """Look at all directories at once: one that hangs must not delay or hide the others."""
+    directories = settings.disk_cache_dirs
+    found: dict[int, set[int]] = {}
+
+    def look(place: int) -> None:
+        found[place] = numbers_in(directories[place], settings)
+
+    looks = [
+        threading.Thread(target=look, args=(place,), name=f"disk-stores-{place}", daemon=True)
+        for place in range(len(directories))
+    ]
+    end = time.monotonic() + LOOK_S
+    for one in looks:
+        one.start()
+    for one in looks:
+        one.join(max(0.0, end - time.monotonic()))
+    answered = dict(found)  # A thread that is left behind may still write.
+    held = [
+        answered[place]
+        if place in answered
+        else noted_number(directory, settings, only_missing=False)
+        for place, directory in enumerate(directories)
+    ]
+    return numbers_of(held, set(range(len(directories))) - set(answered))
+
+
+def numbers_of(held: Sequence[set[int]], silent: Set[int] = frozenset()) -> list[int]:
     """Return a number for each directory, from the numbers of the stores that it holds.
+
+    Those in `silent` did not answer: where nothing is noted, they keep the numbers of their places.
 
     >>> numbers_of([{1}, {0}])
     [1, 0]
@@ -53,14 +83,17 @@ def numbers_of(held: Sequence[set[int]]) -> list[int]:
     [2, 0, 1]
     >>> numbers_of([{0, 1}, {0, 1}])
     [0, 1]
+    >>> numbers_of([set(), set(), {0}], {1})
+    [2, 1, 0]
     """
     chosen = {place: place for place, numbers in enumerate(held) if place in numbers}
     for place, numbers in enumerate(held):
         if place not in chosen and numbers - set(chosen.values()):
             chosen[place] = min(numbers - set(chosen.values()))
-    for place in range(len(held)):
+    for place in sorted(range(len(held)), key=lambda place: place not in silent):
         if place not in chosen:
-            chosen[place] = min(set(range(len(held))) - set(chosen.values()))
+            free = set(range(len(held))) - set(chosen.values())
+            chosen[place] = place if place in silent & free else min(free)
     return [chosen[place] for place in range(len(held))]
 
 

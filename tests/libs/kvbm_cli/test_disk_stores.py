@@ -89,12 +89,40 @@ def test_no_two_directories_have_one_number(held: list[set[int]], numbers: list[
     assert numbers_of(held) == numbers
 
 
-def test_a_directory_that_hangs_delays_no_other(
+def test_a_directory_that_hangs_neither_delays_nor_moves_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = stored(tmp_path / "a", "kvbm-h-0-1"), stored(tmp_path / "b", "kvbm-h-0")
-    hangs = threading.Event()
-    monkeypatch.setattr(disk_stores, "LOOK_S", 0.01)
-    monkeypatch.setattr(disk_stores, "numbers_in", lambda *_: set(range(hangs.wait())))
-    assert directories_by_number(settings(first, second)) == {0: first, 1: second}
-    hangs.set()
+    """The stores behind it keep their tiers, and it is asked once."""
+    first, second = stored(tmp_path / "a", "kvbm-h-0"), stored(tmp_path / "b", "kvbm-h-0-1")
+    third = stored(tmp_path / "c", "kvbm-h-0-2")
+    asked = hang_at(first, monkeypatch)
+    for _ in range(3):
+        found = directories_by_number(settings(first, third, second))
+        assert found == {0: first, 1: second, 2: third}
+    assert asked == [first]
+
+
+def test_a_directory_that_hangs_keeps_the_number_that_was_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, hung, state = tmp_path / "n", tmp_path / "a", tmp_path / "state"
+    with small_tmpfs(hung, 1 << 20):
+        note_mount(hung / "kvbm-h-0-1", state)
+        hang_at(hung, monkeypatch)
+        assert directories_by_number(settings(hung, new, state_dir=state)) == {0: new, 1: hung}
+
+
+def hang_at(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Let a look at a directory never end; returns the list of such looks."""
+    asked: list[Path] = []
+    listed = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        if path == directory:
+            asked.append(path)
+            threading.Event().wait()
+        return listed(path)
+
+    monkeypatch.setattr(disk_stores, "LOOK_S", 1.0)
+    monkeypatch.setattr("os.listdir", listdir)
+    return asked
