@@ -37,6 +37,13 @@ from kvbm_connectors.consolidator.core.messages import GroupNamespace
 from kvbm_connectors.consolidator.core.rank_view import BITS, DEVICE, TIER_BITS, TIERS, RankView
 from kvbm_connectors.consolidator.core.tier_views import TIER_BLOCKS_MAX, Change, TierViews
 
+ANCESTORS_MAX = 65_536
+"""Ancestors that a step says before a block: a million tokens, once. A longer chain is counted."""
+Settled = tuple[SequenceHash, SequenceHash | None]
+"""A block and its parent, which a removal does not name."""
+Unsaid = tuple[SequenceHash, SequenceHash, int, int, bool]
+"""A block, its parent, what was said, what is to be said, and whether the device has it."""
+
 
 @dataclass(slots=True)
 class MergedEngine:
@@ -58,7 +65,7 @@ class MergedStreams:
         self, host: str, *, dedup: bool, drops: Counter[str], blocks_max: int = TIER_BLOCKS_MAX
     ) -> None:
         self._host, self._blocks_max = host, blocks_max
-        self._dedup = dedup
+        self._dedup, self._drops = dedup, drops
         self._engines: dict[str, MergedEngine] = {}
         self.tiers = TierViews(drops, blocks_max)
         self._again: deque[tuple[MergedEngine, RankView, Iterator[SequenceHash | None]]] = deque()
@@ -251,7 +258,7 @@ class MergedStreams:
             self._pass_on(engine, event)
             return
         view.remove(blocks)
-        gone = [(block, block) for block in blocks]
+        gone = [(block, None) for block in blocks]
         self._settle(engine, view, gone, event.ts_ms, event.reason, inside=False)
 
     def _pass_on(self, engine: MergedEngine, event: Stored | Removed) -> None:
@@ -261,7 +268,7 @@ class MergedStreams:
             engine.seq += 1
             self._out.append(msgspec.structs.replace(event, seq=engine.seq))
 
-    def _news(self, view: RankView, change: Change) -> Iterator[tuple[SequenceHash, SequenceHash]]:
+    def _news(self, view: RankView, change: Change) -> Iterator[Settled]:
         """Yield the blocks of a change that may matter to a view.
 
         With `dedup` these are few: neither blocks that were published, and are in one more tier
@@ -277,13 +284,13 @@ class MergedStreams:
             if len(gone) < len(removed):
                 removed = [block for block in removed if block in gone]
         yield from stored
-        yield from ((block, block) for block in removed)
+        yield from ((block, None) for block in removed)
 
     def _settle(
         self,
         engine: MergedEngine,
         view: RankView,
-        blocks: Iterable[tuple[SequenceHash, SequenceHash]],
+        blocks: Iterable[Settled],
         ts_ms: int,
         reason: str = "",
         *,
@@ -291,26 +298,74 @@ class MergedStreams:
     ) -> None:
         """Compare what was said of some blocks with what is true now, and say the difference.
 
-        `inside`: the device has all of them, or none. None: the book says which.
+        `inside`: the device has all of the blocks, or none, while an engine's events are taken.
+        None: its table says which. Then ancestors that wait for their turn are said first.
         """
         assert engine.views.get((view.rank, view.namespace)) is view, (engine.name, view.rank)
         drafts = EventBuilder()
+        last: SequenceHash | None = None
         for block, parent in blocks:
             here = block in view.device if inside is None else inside
             said = view.said(block, inside=here)
-            have = self._beyond(view, block) | (DEVICE if here else 0)
-            # The lowest bit of what it has is the tier that an engine reaches first.
-            want = (said or have & -have) if self._dedup and have else have
-            if want == said:
-                continue
-            view.say(block, want, inside=here)
-            for bit in BITS[said & ~want]:
-                drafts.removed(TIERS[bit], block)
-            for bit in BITS[want & ~said]:
-                drafts.stored(TIERS[bit], parent, block)
+            want = self._wanted(view, block, said, here=here)
+            if want & ~said:
+                parent = self._parent_of(view, block) if parent is None else parent
+                if inside is None and parent != last:
+                    for one in self._unsaid_before(view, block, parent):
+                        self._say(view, drafts, *one)
+            if want != said:
+                self._say(view, drafts, block, parent, said, want, here)
+            last = block if want else None
         for draft in drafts.take() if engine.epoch else ():
             head = self._next(engine, draft.tier, ts_ms, view.rank)
             self._out.append(draft.event(head, view.group, view.namespace, reason))
+
+    @staticmethod
+    def _say(
+        view: RankView,
+        drafts: EventBuilder,
+        block: SequenceHash,
+        parent: SequenceHash | None,
+        said: int,
+        want: int,
+        here: bool,
+    ) -> None:
+        view.say(block, want, inside=here)
+        for bit in BITS[said & ~want]:
+            drafts.removed(TIERS[bit], block)
+        for bit in BITS[want & ~said]:
+            assert parent is not None, f"{block.hex()} is stored behind an unknown block"
+            drafts.stored(TIERS[bit], parent, block)
+
+    def _wanted(self, view: RankView, block: SequenceHash, said: int, *, here: bool) -> int:
+        """Return the tiers that a block is to be published for, as bits. `here`: the device has
+        it."""
+        have = self._beyond(view, block) | (DEVICE if here else 0)
+        # The lowest bit of what it has is the tier that an engine reaches first.
+        return (said or have & -have) if self._dedup and have else have
+
+    def _unsaid_before(
+        self, view: RankView, block: SequenceHash, parent: SequenceHash
+    ) -> list[Unsaid]:
+        """Return the ancestors of a block that are still to be said, the oldest one first.
+
+        Blocks of tiers are said in parts: a child may come while its parent waits for its turn.
+        """
+        found: dict[SequenceHash, Unsaid] = {}
+        at = parent
+        while at not in found and at != block:
+            here = at in view.device
+            said = view.said(at, inside=here)
+            want = said if said and self._dedup else self._wanted(view, at, said, here=here)
+            if want == said or not want:
+                break
+            if len(found) == ANCESTORS_MAX:
+                self._drops["tier_chain_long"] += 1
+                break
+            behind = self._parent_of(view, at)
+            found[at] = (at, behind, said, want, here)
+            at = behind
+        return list(reversed(found.values()))
 
     def _beyond(self, view: RankView, block: SequenceHash) -> int:
         """Return the tiers that have a block, without the device, as bits."""

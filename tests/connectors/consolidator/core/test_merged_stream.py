@@ -293,6 +293,35 @@ def test_no_step_says_more_than_some_blocks_of_tiers() -> None:
     assert (sum(counts), max(counts)) == (3 + 90, 4)
 
 
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("way", ["snapshot", "reset"])
+def test_a_child_that_comes_between_the_parts_is_said_behind_its_ancestors(
+    way: str, dedup: bool
+) -> None:
+    """1. A tier's thirty blocks are said in parts of four. 2. Meanwhile another tier stores a child
+    of the last one. 3. All ancestors are said before it, and nothing is said twice."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4), dedup=dedup)
+    harness.attach()
+    host, disk = TierModel(harness, "host"), TierModel(harness, "disk")
+    names = chain(tuple(range(62)))
+    harness.batch(0, stored((70, 70)))
+    host.store(*names[:30], lose=way == "snapshot")
+    harness.is_patient = True
+    if way == "snapshot":
+        harness.batch(1, removed(engine_hash((70, 70))))
+        harness.send(TierStreamLost(host.source))
+        host.answer()
+        while not host.held.keys() & harness.consolidated.blocks():
+            harness.go_on(1)
+    else:
+        harness.batch(1, AllBlocksCleared())
+    assert len(harness.consolidated.blocks()) < 9
+    disk.store(names[30], parent=names[29])
+    assert harness.consolidated.blocks() == set(names)
+    harness.go_on()
+    assert harness.consolidated.blocks() == set(names)
+
+
 def test_tiers_are_heard_for_every_kv_group_before_the_device_has_a_block_of_it(
     harness: Harness,
 ) -> None:
@@ -668,7 +697,8 @@ ACTIONS = st.lists(
         st.tuples(st.sampled_from(["compute", "churn", "host", "disk"]), PROMPTS),
         st.tuples(st.sampled_from(["evict", "drop host", "lose host", "drop disk", "lose disk"]),
                   st.integers(0, 30)),
-        st.tuples(st.sampled_from(["reset", "detach", "host restarts", "disk lost", "stream lost"]),
+        st.tuples(st.sampled_from(["reset", "detach", "host restarts", "disk lost", "stream lost",
+                                   "go on"]),
                   st.none()),
     ),
     max_size=30,
@@ -678,9 +708,10 @@ ACTIONS = st.lists(
 class World:
     """An engine, a host tier and a disk tier, and what they truly hold."""
 
-    def __init__(self, *, dedup: bool, tier_blocks_max: int) -> None:
+    def __init__(self, *, dedup: bool, tier_blocks_max: int, is_patient: bool) -> None:
         limits = ConsolidatorLimits(lost_after_ms=10**9, tier_blocks_max=tier_blocks_max)
         self.harness = Harness(limits, dedup=dedup)
+        self.harness.is_patient = is_patient
         self.harness.attach()
         self.device = Device()
         self.host = TierModel(self.harness, "host")
@@ -720,6 +751,8 @@ class World:
                 self.disk.answer()
             case ["stream", "lost"], _:
                 self.lose_stream()
+            case ["go", "on"], _:
+                self.harness.go_on(1)
 
     def compute(self, prompt: tuple[int, ...]) -> BlockStored:
         """Hold what is not held of a prompt, and its last block anew."""
@@ -746,19 +779,29 @@ class World:
             self.harness.send(TierStreamLost(tier.source))
             tier.answer()
 
+    def settle(self) -> None:
+        """Everybody is asked for everything, and all of it is said."""
+        self.harness.go_on()
+        self.lose_stream()
+        self.harness.go_on()
+
 
 @settings(max_examples=100, deadline=None)
-@given(ACTIONS, st.booleans(), st.sampled_from([1, 3, 512]))
+@given(ACTIONS, st.booleans(), st.sampled_from([1, 3, 512]), st.booleans())
 def test_the_stream_is_the_union_of_the_tiers(
-    actions: list[tuple[str, tuple[int, ...] | int | None]], dedup: bool, tier_blocks_max: int
+    actions: list[tuple[str, tuple[int, ...] | int | None]],
+    dedup: bool,
+    tier_blocks_max: int,
+    is_patient: bool,
 ) -> None:
     """Goal: after any history, with events of tiers lost and engines restarted, a reader of the
     consolidated stream believes exactly what device and tiers hold; routers, early and late,
-    believe the named part of it. Method: the model acts, then everybody is asked once more."""
-    world = World(dedup=dedup, tier_blocks_max=tier_blocks_max)
+    believe the named part of it. No block comes before a parent that a tier has. Method: the
+    model acts, perhaps between the parts of what tiers have; then everybody is asked once more."""
+    world = World(dedup=dedup, tier_blocks_max=tier_blocks_max, is_patient=is_patient)
     for name, argument in actions:
         world.act(name, argument)
-    world.lose_stream()
+    world.settle()
     harness, device = world.harness, world.device.truth()
     everything = device | set(world.host.held) | set(world.disk.held)
     assert harness.consolidated.blocks() == everything
