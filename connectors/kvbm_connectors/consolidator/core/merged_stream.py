@@ -15,7 +15,7 @@ stream is cleared with the same reason, and the blocks of the tiers are publishe
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -68,8 +68,10 @@ class MergedStreams:
         self._dedup, self._drops = dedup, drops
         self._engines: dict[str, MergedEngine] = {}
         self.tiers = TierViews(drops, blocks_max)
-        self._again: deque[tuple[MergedEngine, RankView, Iterator[SequenceHash | None]]] = deque()
-        """What is still to be said again of the tiers' blocks."""
+        self._again: dict[
+            tuple[str, int, str], tuple[MergedEngine, RankView, Iterator[SequenceHash | None]]
+        ] = {}
+        """Engine, rank and namespace → what is still to be said again of the tiers' blocks."""
         self._out: list[Event] = []
 
     # ---- inputs ------------------------------------------------------------------------------
@@ -89,6 +91,7 @@ class MergedStreams:
     def engine_left(self, name: str) -> None:
         """Forget an engine whose life is over; its `cleared` was the last event."""
         self._engines.pop(name, None)
+        self._again = {key: again for key, again in self._again.items() if key[0] != name}
 
     def engine_event(self, event: Event, draft: Draft) -> None:
         """Apply an event that the consolidator has published of an engine; `draft` is what it was
@@ -127,16 +130,18 @@ class MergedStreams:
             ranks, engine.cleared = engine.cleared, set()
             for view in engine.views.values():
                 if view.rank in ranks:
-                    self._again.append((engine, view, self.tiers.blocks(view.namespace)))
+                    key = engine.name, view.rank, view.namespace
+                    self._again.pop(key, None)  # The new pass waits behind those of others.
+                    self._again[key] = engine, view, self.tiers.blocks(view.namespace)
         left = self._blocks_max
         while self._again and left:
-            engine, view, names = self._again[0]
+            key, (engine, view, names) = next(iter(self._again.items()))
+            assert self._engines.get(engine.name) is engine, f"{engine.name} is gone, and hears"
             some = list(islice(names, left))
             if len(some) < left:
-                self._again.popleft()
+                del self._again[key]
             left -= len(some)
-            if engine.epoch and self._engines.get(engine.name) is engine:
-                self._settle(engine, view, self.tiers.held_of(some, view.namespace), 0)
+            self._settle(engine, view, self.tiers.held_of(some, view.namespace), 0)
 
     @property
     def is_going_on(self) -> bool:

@@ -322,6 +322,28 @@ def test_a_child_that_comes_between_the_parts_is_said_behind_its_ancestors(
     assert harness.consolidated.blocks() == set(names)
 
 
+def test_an_engine_that_clears_again_and_again_has_one_pass_over_the_tiers() -> None:
+    """1. An engine clears before it has heard of all sixty blocks again, ten times. 2. One pass is
+    left: 16 parts. 3. It clears, and ends in the midst of it: nothing is left."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach()
+    host = TierModel(harness, "host")
+    host.store(*chain(tuple(range(120))))
+    harness.is_patient = True
+    for number in range(0, 20, 2):
+        harness.batch(number, stored(PROMPT))
+        harness.batch(number + 1, AllBlocksCleared())
+    harness.go_on(18)
+    assert not harness.whole.consolidated.is_going_on
+    assert harness.consolidated.blocks() == set(host.held)
+    harness.batch(20, stored(PROMPT))
+    harness.batch(21, AllBlocksCleared())
+    assert len(harness.consolidated.blocks()) < 10
+    harness.send(EngineDetached("sim-0", INCARNATION))
+    assert not harness.whole.consolidated.is_going_on
+    assert harness.consolidated.blocks() == set()
+
+
 def test_tiers_are_heard_for_every_kv_group_before_the_device_has_a_block_of_it(
     harness: Harness,
 ) -> None:
@@ -689,12 +711,13 @@ def test_a_snapshot_s_blocks_are_said_parents_first(harness: Harness, host: Tier
 
 # ---- a property ------------------------------------------------------------------------------
 
-PROMPTS = st.lists(st.sampled_from([(0, 0), (1, 1)]), min_size=1, max_size=3).map(
+PROMPTS = st.lists(st.sampled_from([(0, 0), (1, 1)]), min_size=1, max_size=6).map(
     lambda pairs: tuple(token for pair in pairs for token in pair)
 )
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["compute", "churn", "host", "disk"]), PROMPTS),
+        st.tuples(st.sampled_from(["compute", "churn", "host", "disk", "last host", "last disk"]),
+                  PROMPTS),
         st.tuples(st.sampled_from(["evict", "drop host", "lose host", "drop disk", "lose disk"]),
                   st.integers(0, 30)),
         st.tuples(st.sampled_from(["reset", "detach", "host restarts", "disk lost", "stream lost",
@@ -716,6 +739,7 @@ class World:
         self.device = Device()
         self.host = TierModel(self.harness, "host")
         self.disk = TierModel(self.harness, "disk")
+        self.tiers = {"host": self.host, "disk": self.disk}
 
     def act(self, name: str, argument: tuple[int, ...] | int | None) -> None:
         """One of the actions above; one that makes no sense now does nothing."""
@@ -737,9 +761,14 @@ class World:
                 self.device = Device()
                 self.harness.attach()
             case [("host" | "disk") as tier], tuple(prompt):
-                self.store(self.host if tier == "host" else self.disk, prompt)
+                self.store(self.tiers[tier], prompt)
+            case ["last", tier], tuple(prompt):
+                # A child whose ancestors another tier has, perhaps.
+                model, [parent, child] = self.tiers[tier], [NAMESPACE.root, *chain(prompt)][-2:]
+                if child not in model.held:
+                    model.store(child, parent=parent)
             case [("drop" | "lose") as verb, tier], int(index):
-                model = self.host if tier == "host" else self.disk
+                model = self.tiers[tier]
                 if blocks := sorted(model.held):
                     model.remove(blocks[index % len(blocks)], lose=verb == "lose")
             case ["host", "restarts"], _:
