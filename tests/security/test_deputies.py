@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kvbm_common.access.roles import ADMIN, CONSUMER
-from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.errors import DeadlineExceeded, KvbmError, NoResponder
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.jetstream import (
@@ -75,10 +75,13 @@ async def sends(
 
 
 async def stored(reader: Bus, spec: StreamSpec, last: int) -> None:
-    """Wait until a stream has so many messages."""
+    """Wait until a stream has so many messages; a server that reloads answers nothing at first."""
 
     async def are_there() -> bool:
-        return (await ensure_stream(reader, spec)).state.last_seq >= last
+        try:
+            return (await ensure_stream(reader, spec)).state.last_seq >= last
+        except NoResponder:
+            return False
 
     await ask_until(are_there, deadline_s=5)
 
@@ -212,6 +215,7 @@ async def test_an_empty_mark_before_a_good_one_does_not_do(guarded: GuardedNats)
         block = f"NATS/1.0\r\n{MARK}: \r\n{MARK}: {EVENTS.name}\r\n\r\n"
         await admin.subscribe_raw("unused", lambda _: None)
         await raw_publish(guarded, OWN_KEY, block, b"forged")
+        await stored(admin, REGISTRY, 1)
         subject = f"$JS.API.DIRECT.GET.{REGISTRY.name}.{OWN_KEY}"
         await admin.publish_raw(subject, b"", reply=VICTIM)
         await stored(reader, EVENTS, 1)
