@@ -19,9 +19,6 @@ from collections import Counter
 from pathlib import Path
 
 from kvbm_connectors.sglang import engine_life
-from kvbm_connectors.sglang.engine_life import life_of_engine
-
-__all__ = ["Generation", "life_of_engine", "unwritable"]
 
 log = logging.getLogger(__name__)
 

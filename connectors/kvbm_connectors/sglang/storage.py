@@ -20,6 +20,7 @@ from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.affinity import unbound
 from kvbm_connectors.client.scheduler import new_incarnation
+from kvbm_connectors.sglang.engine_life import life_of_engine
 from kvbm_connectors.sglang.engine_types import (
     ExtraInfo,
     HostPool,
@@ -27,7 +28,7 @@ from kvbm_connectors.sglang.engine_types import (
     PoolTransfer,
     StorageConfig,
 )
-from kvbm_connectors.sglang.generation import Generation, life_of_engine, unwritable
+from kvbm_connectors.sglang.generation import Generation, unwritable
 from kvbm_connectors.sglang.hits import (
     ALL_PAGES,
     TRAILING_PAGES,
