@@ -19,11 +19,17 @@ setup: $(STAMP) ## make .venv from the hashed lock (idempotent)
 # What is compiled, where there is a compiler: installing the package does it.
 NATIVE := libs/kvbm_common/hatch_build.py $(wildcard libs/kvbm_common/kvbm_common/copying/native/*)
 
-$(STAMP): requirements/lock.txt $(PACKAGES:=/pyproject.toml) $(NATIVE)
+# uv installs in a tenth of pip's time. Where it cannot be had, or does not reach an index that pip is
+# configured with, pip installs the same.
+install = $(VENV)/bin/uv pip install --quiet --no-cache --python $(PY) $(1) || \
+	  $(PY) -m pip install --progress-bar off $(1)
+
+$(STAMP): requirements/lock.txt requirements/uv.txt $(PACKAGES:=/pyproject.toml) $(NATIVE)
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "KVBM needs Python 3.11 or newer")'
 	test -x $(PY) || python3 -m venv $(VENV)
-	$(PY) -m pip install --progress-bar off --require-hashes --no-deps -r requirements/lock.txt
-	$(PY) -m pip install --progress-bar off --no-deps --no-build-isolation $(PACKAGES:%=-e %)
+	-$(PY) -m pip install --quiet --require-hashes --no-deps -r requirements/uv.txt
+	$(call install,--require-hashes --no-deps -r requirements/lock.txt)
+	$(call install,--no-deps --no-build-isolation $(PACKAGES:%=-e %))
 	touch $@
 
 demo: setup ## the whole stack, sim engines and a verified workload, on this machine
@@ -157,10 +163,12 @@ bench-step: setup ## what a step of vLLM's scheduler costs with our connector, w
 bench-objects: setup ## listings of a bucket with a million objects: time, CPU, memory, the longest pause
 	$(PY) -m benchmarks objects
 
-lock: setup ## renew requirements/lock.txt (needs uv)
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
+lock: setup ## renew requirements/lock.txt and the other hashed lists
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
 	  --override requirements/overrides.txt requirements/dev.in -o requirements/lock.txt
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
 	  --override requirements/overrides.txt -c requirements/lock.txt requirements/image.in -o requirements/image.txt
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
 	  requirements/supply.in -o requirements/supply.txt
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
+	  requirements/uv.in -o requirements/uv.txt

@@ -28,7 +28,7 @@ def chat(
     requests: int, seed: int, *, systems: int = 4, pause: float = 300, again: float = 0.7,
     grows: tuple[int, int] = (1, 8),
 ) -> Load:  # fmt: skip
-    """Conversations behind shared system prompts: each turn comes after a pause (log-normal, in
+    """Conversations after shared system prompts: each turn comes after a pause (log-normal, in
     mean times between new conversations), or never.
     """
     rng, ids = random.Random(seed), _Ids()
@@ -91,7 +91,7 @@ def pausing_agents(
 
 
 def documents(requests: int, seed: int, *, count: int = 600, skew: float = 0.9) -> Load:
-    """Questions about documents of Zipf-like popularity behind one instruction."""
+    """Questions about documents of Zipf-like popularity after one instruction."""
     rng, ids = random.Random(seed), _Ids()
     instruction = ids.take(3)
     known = [ids.take(rng.randint(4, 30)) for _ in range(count)]

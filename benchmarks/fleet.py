@@ -33,14 +33,8 @@ from kvbm_common.nats.streams import Partitions
 from kvbm_common.registry.nats_entry import NatsRegistration
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.wire.events import Cleared, Run, Stored, Tier
-from kvbm_common.wire.verbs import (
-    MatchReply,
-    MatchRequest,
-    SnapshotPart,
-    SnapshotReply,
-    StatsReply,
-    verb_subject,
-)
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, StatsReply, verb_subject
 
 from benchmarks import index_dynamo_zmq
 from benchmarks.harness import (

@@ -25,7 +25,8 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.wire.events import Cleared, Run, Stored
-from kvbm_common.wire.verbs import MatchReply, MatchRequest, StatsReply, verb_subject
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
+from kvbm_common.wire.verbs import StatsReply, verb_subject
 
 from benchmarks import index_dynamo_zmq, index_echo, index_path
 from benchmarks.harness import (

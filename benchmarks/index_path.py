@@ -21,7 +21,8 @@ from kvbm_common.wire.engine_events import (
     EngineBatch,
     encode_batch,
 )
-from kvbm_common.wire.verbs import MatchReply, MatchRequest, StatsReply, verb_subject
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
+from kvbm_common.wire.verbs import StatsReply, verb_subject
 from kvbm_connectors.sim.event_stream import engine_hash
 
 from benchmarks.harness import Row, info_row, percentile, processor_s, rate_row, time_row

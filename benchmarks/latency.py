@@ -11,7 +11,8 @@ from kvbm_cli.stack import Stack
 from kvbm_common.identity import hashes_to_hex
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.verbs import MatchReply, MatchRequest, verb_subject
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
+from kvbm_common.wire.verbs import verb_subject
 
 from benchmarks.harness import Row, info_row, percentile, time_row
 from benchmarks.probe import Probe
@@ -21,7 +22,7 @@ LOOKUPS = 2_000
 FIRST_LOOKUPS = 40
 """Runs that fit into the arena together."""
 QUIET_S = 0.1
-"""Behind an offload: its events are stored by then."""
+"""After an offload: its events are stored by then."""
 BLOCK_BYTES = 4096
 EVENTS_PER_S = 1_000
 EVENTS = 5_000

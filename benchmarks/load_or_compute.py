@@ -53,7 +53,7 @@ LEARNT = 4
 ARRIVAL_S = 0.2
 """Between the end of a request and the next one."""
 REST_TOKENS = 16
-"""Of a prompt, behind what is stored: computed in any case."""
+"""Of a prompt, after what is stored: computed in any case."""
 CLOSE = 1.1
 TARGET = 0.95
 
@@ -173,7 +173,7 @@ class Engine:
     """An engine that computes as the recorded one did, so many times faster.
 
     A step takes what a line through all recorded steps says, times the error of one of them. Its
-    start is paid for the tokens behind a hit in any case, so that it belongs to neither way.
+    start is paid for the tokens after a hit in any case, so that it belongs to neither way.
     """
 
     def __init__(self, speed: float, recorded: Sequence[Sequence[float]], seed: int) -> None:

@@ -45,7 +45,7 @@ from tests.vllm.harness import EngineProcess, prompt, wait_for
 FULL = Sizes(rounds=3, samples=4, batches=3, turns=TURNS, rest_s=10.0, idle_s=10.0)
 QUICK = Sizes(rounds=1, samples=2, batches=1, turns=2, rest_s=3.0, idle_s=3.0)
 SHORT, LONG = 520, 2_000
-"""Tokens of a prompt; both end a few tokens behind a block."""
+"""Tokens of a prompt; both end a few tokens after a block."""
 MOVED_GB = LONG // BLOCK_TOKENS * BLOCK_BYTES / 1e9
 SETTLE_S = 15.0
 MEASURES = (

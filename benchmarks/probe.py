@@ -9,7 +9,8 @@ import numpy as np
 import zmq
 from kvbm_common.config.settings import Settings
 from kvbm_common.identity import Hasher, Namespace, SequenceHash, of_tenant
-from kvbm_common.wire.local import Attach, Region
+from kvbm_common.wire.consolidator import Attach
+from kvbm_common.wire.local import Region
 from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import ConnectorLimits, Hit, LoadResult, OfferRun

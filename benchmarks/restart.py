@@ -34,8 +34,9 @@ from kvbm_disk_tier.core.core import DiskTierCore
 from kvbm_disk_tier.core.effects import AnnounceLater
 from kvbm_disk_tier.core.journal import Operation, Record, encode_records
 from kvbm_disk_tier.core.messages import AnnounceMore, StoreOpened
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
 from kvbm_disk_tier.shell.store_header import Header
+from kvbm_disk_tier.shell.store_options import StoreOptions
 
 from benchmarks.harness import Row, info_row, time_row
 

@@ -23,13 +23,8 @@ from kvbm_common.nats.snapshots import SnapshotPages
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.tier.rendezvous import owner_of
 from kvbm_common.wire.events import Run
-from kvbm_common.wire.verbs import (
-    MatchReply,
-    MatchRequest,
-    SnapshotPart,
-    SnapshotReply,
-    verb_subject,
-)
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, verb_subject
 
 from benchmarks import index_echo
 from benchmarks.harness import Row, info_row, percentile, rate_row, time_row

@@ -145,7 +145,7 @@ class StepEngine:
             config, KVConnectorRole.WORKER, caches
         )
         self.worker.register_kv_caches(_tensors(caches))
-        self._flying: deque[Any] = deque()
+        self._in_flight: deque[Any] = deque()
         self.timed = Timed()
         self.timed.wrap(self.connector, SCHEDULER_CALLS, "scheduler")
         self.timed.wrap(self.worker, WORKER_CALLS, "worker")
@@ -177,10 +177,10 @@ class StepEngine:
         """Plan a step while the one before computes, and take that one's output."""
         self.scheduler.has_requests()
         output = self.scheduler.schedule()
-        self._flying.append((output, self._run(output)))
+        self._in_flight.append((output, self._run(output)))
         compute()
-        if len(self._flying) > 1 or self._drafts or not output.num_scheduled_tokens:
-            self._update(*self._flying.popleft())
+        if len(self._in_flight) > 1 or self._drafts or not output.num_scheduled_tokens:
+            self._update(*self._in_flight.popleft())
 
     def _run(self, output: Any) -> Any:
         """Call the worker's connector as vLLM's V2 model runner does."""

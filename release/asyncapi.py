@@ -20,6 +20,7 @@ from kvbm_common.wire import (
     admin,
     events,
     explain,
+    index_verbs,
     packed_events,
     routes,
     scores,
@@ -96,9 +97,9 @@ PUBLISHED = (
     Published(name="hits", subject=verbs.hits_subject("{host}"), types=(verbs.Hits,)),
 )
 VERBS = (
-    Verb("index", "match", verbs.MatchRequest, verbs.MatchReply, shared=True),
-    Verb("index", "dump", verbs.DumpRequest, verbs.DumpReply, shared=True),
-    Verb("index", "holders", verbs.DumpRequest, scores.HoldersReply, shared=True),
+    Verb("index", "match", index_verbs.MatchRequest, index_verbs.MatchReply, shared=True),
+    Verb("index", "dump", index_verbs.DumpRequest, index_verbs.DumpReply, shared=True),
+    Verb("index", "holders", index_verbs.DumpRequest, scores.HoldersReply, shared=True),
     Verb("index", "match_batch", scores.MatchBatchRequest, scores.MatchBatchReply, shared=True),
     Verb("index", "score", scores.ScoreRequest, scores.ScoreReply, shared=True),
     Verb("index", "route", routes.RouteRequest, routes.RouteReply, shared=True),

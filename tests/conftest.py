@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import ssl
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import certifi
 import hypothesis
 import pytest
+from kvbm_common.cuda import measure
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 
@@ -22,12 +27,24 @@ hypothesis.settings.load_profile("kvbm")
 LONG = (
     "sim/test_simulation", "security/test_closed_by_default", "examples/test_routing_proxy",
     "integration/test_document_commands", "objects/test_odd_answers",
-    "integration/test_modes", "cuda/test_paths", "registry/test_nats_kv",
+    "integration/test_modes", "registry/test_nats_kv",
     "examples/test_disagg_proxy", "index/test_zones", "nats/test_zone_sources",
     "examples/test_launch_scripts", "integration/test_sharding", "vllm/test_document",
 )  # fmt: skip
 """Modules of `make test` that take 20 s or more. Side by side with others they begin first: one
 that begins last is waited for alone."""
+
+
+def pytest_collection() -> None:
+    """Leave all that is collected alone: to look for garbage in it takes half of the time."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, and only in what the tests themselves make."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,6 +63,27 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The credentials and stores of a developer's own `kvbm up` do not reach a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where this process would trust all public authorities, it trusts one of them: all take 50 ms
+    for each client of httpx to read, and a test asks this machine only."""
+    end = "-----END CERTIFICATE-----\n"
+    first = Path(certifi.where()).read_text().partition(end)[0]
+    one = tmp_path_factory.mktemp("authorities") / "one.pem"
+    one.write_text(first + end)
+    everyone = {certifi.where(), os.environ.get("SSL_CERT_FILE", "")}
+    create = ssl.create_default_context
+
+    def created(
+        purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, *, cafile: str | None = None, **more: Any
+    ) -> ssl.SSLContext:
+        return create(purpose, cafile=str(one) if cafile in everyone else cafile, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", created)
         yield
 
 
@@ -72,6 +110,12 @@ def _loggers() -> Iterator[logging.Logger]:
     yield logging.getLogger()
     ours = [name for name in list(logging.root.manager.loggerDict) if name.startswith("kvbm")]
     yield from map(logging.getLogger, ours)
+
+
+@pytest.fixture
+def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is measured with a megabyte: the figures of one that is no device are nothing."""
+    monkeypatch.setattr(measure, "MOVED_BYTES", 1 << 20)
 
 
 @pytest.fixture

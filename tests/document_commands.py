@@ -28,7 +28,7 @@ def commands_of(text: str) -> list[tuple[dict[str, str], list[str]]]:
 
 
 def named_in(text: str) -> set[str]:
-    """Return the commands that a sentence or a cell of a table names without anything behind."""
+    """Return the commands that a sentence or a cell of a table names without anything after."""
     return set(re.findall(r"`kvbm ([a-z][a-z-]*)`", text))
 
 

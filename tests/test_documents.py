@@ -168,7 +168,7 @@ def texts_of(*folders: str) -> tuple[set[str], set[str]]:
 def test_every_reason_of_a_drop_exists() -> None:
     """Goal: the table of `kvbm_dropped_total` has what the tiers count, and nothing else.
 
-    A reason is a key of its own, or the code of a failure behind a beginning such as `offer_`.
+    A reason is a key of its own, or the code of a failure after a beginning such as `offer_`.
     """
     section = OPERATING.split("### Reasons for work given up\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*`) \| (.*) \|$", section, re.MULTILINE)
@@ -176,7 +176,7 @@ def test_every_reason_of_a_drop_exists() -> None:
     keys = {text.removeprefix("dropped.") for text in constants if text.startswith("dropped.")}
     groups = {text.removeprefix("dropped.") for text in beginnings if text.startswith("dropped.")}
     families = {"fill", "peer"}
-    assert families < keys, "for `reason_key`, which puts a reason behind each"
+    assert families < keys, "for `reason_key`, which puts a reason after each"
     keys -= families | groups
     groups |= {f"{family}_" for family in families}
     all_names: set[str] = set()

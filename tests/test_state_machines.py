@@ -78,10 +78,10 @@ def test_an_event_without_a_transition_raises_with_the_story() -> None:
 def test_an_event_may_end_a_thing() -> None:
     """The end of a thing is in its table like a state."""
     machine = machines()["pull"][1]
-    flying = machine.next(None, "started")
-    assert machine.ends(flying, "done")
-    assert not machine.ends(flying, "failed")
-    assert not machine.ends(flying, "settled"), "not in the table"
+    in_flight = machine.next(None, "started")
+    assert machine.ends(in_flight, "done")
+    assert not machine.ends(in_flight, "failed")
+    assert not machine.ends(in_flight, "settled"), "not in the table"
 
 
 def write() -> None:

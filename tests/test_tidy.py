@@ -130,8 +130,10 @@ def test_packages_import_the_common_library_and_themselves_only(package: str) ->
         assert ours <= allowed, f"{path} imports {ours - allowed}"
 
 
-def modules_of(path: Path) -> Iterator[str]:
-    """Yield the full name of each module that a module imports at run time."""
+@functools.cache
+def modules_of(path: Path) -> frozenset[str]:
+    """Return the full name of each module that a module imports at run time."""
+    names: set[str] = set()
     typing_only: set[int] = set()
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
@@ -139,12 +141,13 @@ def modules_of(path: Path) -> Iterator[str]:
             typing_only |= {id(inner) for part in node.body for inner in ast.walk(part)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if id(node) not in typing_only)
+            names |= {alias.name for alias in node.names if id(node) not in typing_only}
         elif isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
             assert not node.level, f"{path} imports relatively"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if file_of(inner) else str(node.module)
+                names.add(inner if file_of(inner) else str(node.module))
+    return frozenset(names)
 
 
 def file_of(module: str) -> Path | None:
@@ -187,8 +190,9 @@ def impurities(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             if node.id in IMPURE_NAMES:  # Called, or handed to `map`.
                 yield f"line {node.lineno}: {node.id}()"
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(IMPURE_NUMPY):
-            yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if ast.unparse(node).startswith(IMPURE_NUMPY):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.ImportFrom) and node.module == "numpy":
             yield f"line {node.lineno}: names of numpy, which are not looked at"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -42,41 +43,66 @@ CLAUSE = re.compile(r"(?:What|Who)\b|[^.]*\?(?:\s|$)")
 """A docstring that begins like this leaves out its noun ("What a file holds"), or is a question."""
 CLAUSE_OF_A_THING = re.compile(r"(?:How|Where|When|Why|Which)\b")
 """A property may be "How many"; a class and a module have a noun."""
+THING_LEFT_OUT = re.compile(r"\s*(?:What|How|Which|Whether)\b")
+"""A text that begins like this leaves out its thing and often its unit ("How long it waits")."""
 WHO = re.compile(r"(?:^|[.:;] )Who\b")
 """A person as the subject of a sentence, where the thing that acts has a name."""
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and text of the docstrings of a module, its classes and its functions."""
-    for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)) is not None:
-            yield node.body[0].lineno, text
+class Docstring(NamedTuple):
+    """A docstring, and what it is of."""
+
+    line: int
+    text: str
+    of: type[ast.AST]
+    is_property: bool
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield every text for readers: docstrings, messages of errors and logs, and comments."""
+class Texts(NamedTuple):
+    """The texts of a module: its docstrings, those below a name, and all that readers see."""
+
+    docstrings: list[Docstring]
+    below: list[tuple[int, str]]
+    all: list[tuple[int, str]]
+
+
+@functools.cache
+def texts(source: str) -> Texts:
+    """Return the texts of a module, which is parsed once for all rules.
+
+    All are docstrings, messages of errors and logs, and comments.
+    """
+    found = Texts([], [], [])
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, node.value
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)) is not None:
+            by = getattr(node, "decorator_list", [])
+            is_property = any("property" in ast.unparse(one) for one in by)
+            found.docstrings.append(Docstring(node.body[0].lineno, text, type(node), is_property))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                found.below.append((node.lineno, node.value.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            found.all.append((node.lineno, node.value))
     lines: list[str] = []
     last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:  # Those of consecutive lines are one text.
             if lines and token.start[0] > last + 1:
-                yield last, " ".join(lines)
+                found.all.append((last, " ".join(lines)))
                 lines = []
             lines.append(token.string.lstrip("# "))
             last = token.start[0]
-    yield last, " ".join(lines)
+    found.all.append((last, " ".join(lines)))
+    return found
 
 
 def banned_of(source: str) -> list[tuple[int, str]]:
     """Return line and phrase of everything that is banned."""
     found = (
         (line, phrase)
-        for line, text in texts(source)
+        for line, text in texts(source).all
         for phrase in BANNED_PATTERN.findall(" ".join(text.split()))
     )
     return [(line, phrase) for line, phrase in found if not phrase.endswith("None")]  # Python's.
@@ -84,8 +110,8 @@ def banned_of(source: str) -> list[tuple[int, str]]:
 
 def too_short(source: str) -> list[tuple[int, str]]:
     """Return line and text of the docstrings with too few words to stand alone."""
-    found = docstrings(ast.parse(source))
-    return [(line, text) for line, text in found if len(text.split()) < DOCSTRING_WORDS_MIN]
+    found = texts(source).docstrings
+    return [(one.line, one.text) for one in found if len(one.text.split()) < DOCSTRING_WORDS_MIN]
 
 
 def not_begun_by_a_verb(source: str) -> list[tuple[int, str]]:
@@ -93,44 +119,37 @@ def not_begun_by_a_verb(source: str) -> list[tuple[int, str]]:
 
     A property is a thing: its docstring may begin with a noun.
     """
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        text = ast.get_docstring(node)
-        if text is None or any("property" in ast.unparse(by) for by in node.decorator_list):
-            continue
-        if re.split(r"[^A-Za-z]", text, maxsplit=1)[0].lower() not in VERBS:
-            found.append((node.body[0].lineno, text))
-    return found
+    return [
+        (one.line, one.text)
+        for one in texts(source).docstrings
+        if issubclass(one.of, ast.FunctionDef | ast.AsyncFunctionDef) and not one.is_property
+        if re.split(r"[^A-Za-z]", one.text, maxsplit=1)[0].lower() not in VERBS
+    ]
 
 
 def fragments_of(source: str) -> list[tuple[int, str]]:
     """Return line and text of the strings below a name or a definition that do not stand alone."""
-    found = [
-        (node.lineno, node.value.value)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node.value.value, str)
-    ]
-    return [(line, text) for line, text in found if text.startswith(FRAGMENTS)]
+    return [(line, text) for line, text in texts(source).below if text.startswith(FRAGMENTS)]
 
 
 def clauses_of(source: str) -> list[tuple[int, str]]:
     """Return line and text of the docstrings that are questions, or clauses without a noun."""
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, DOCUMENTED) or (text := ast.get_docstring(node)) is None:
-            continue
-        is_thing = isinstance(node, ast.Module | ast.ClassDef)
-        if CLAUSE.match(text) or (is_thing and CLAUSE_OF_A_THING.match(text)):
-            found.append((node.body[0].lineno, text))
-    return found
+    return [
+        (one.line, one.text)
+        for one in texts(source).docstrings
+        if CLAUSE.match(one.text)
+        or (issubclass(one.of, ast.Module | ast.ClassDef) and CLAUSE_OF_A_THING.match(one.text))
+    ]
+
+
+def things_left_out_of(source: str) -> list[tuple[int, str]]:
+    """Return line and text of the strings below a name or a definition that begin as a clause."""
+    return [(line, text) for line, text in texts(source).below if THING_LEFT_OUT.match(text)]
 
 
 def persons_of(source: str) -> list[tuple[int, str]]:
     """Return line and text of what has a person as its subject ("Who asks waits for it")."""
-    return [(line, text) for line, text in texts(source) if WHO.search(" ".join(text.split()))]
+    return [(line, text) for line, text in texts(source).all if WHO.search(" ".join(text.split()))]
 
 
 def offences(package: Path) -> tuple[list[str], list[str]]:
@@ -187,6 +206,18 @@ def test_clauses_and_questions_are_seen() -> None:
     assert sorted(line for line, _ in clauses_of(source)) == [1, 3, 10]
 
 
+def test_texts_that_leave_out_their_thing_are_seen() -> None:
+    """Goal: constants, attributes and properties are read; a noun or a verb is no offence."""
+    source = (
+        'WAIT_S = 5.0\n"""How long it waits."""\nCOUNT = 1\n"""The number of parts."""\n'
+        'class C:\n    x = True\n    """\n    Which one it is."""\n'
+        '    @property\n    def g(self) -> bool:\n        """Whether it is there."""\n'
+        '    @property\n    def h(self) -> bool:\n        """Tell whether it is there."""\n'
+        'Y = 1\n"""Whatever is there, whether it is used or not."""\n'
+    )
+    assert sorted(line for line, _ in things_left_out_of(source)) == [2, 7, 11]
+
+
 def test_persons_are_seen_as_subjects_only() -> None:
     """Goal: a sentence that begins with a person is found in every text."""
     source = (
@@ -204,6 +235,17 @@ def test_docstrings_are_neither_clauses_nor_questions(package: str) -> None:
         f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
         for path in sorted(PACKAGES[package].rglob("*.py"))
         for line, text in clauses_of(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("package", BOUNDS)
+def test_texts_begin_with_their_thing(package: str) -> None:
+    """Goal: a text below a name says first what it is: a time, a number, a thing, True if."""
+    found = [
+        f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
+        for path in sorted(PACKAGES[package].rglob("*.py"))
+        for line, text in things_left_out_of(path.read_text())
     ]
     assert not found, "\n".join(found)
 

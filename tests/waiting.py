@@ -13,14 +13,23 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+LATE = 0.1
+"""A look is later than what it waits for by this part of the wait at most: who waits for long looks
+less often, and leaves the processor to what it waits for."""
+LOOK_S_MAX = 0.01
+"""The longest pause before a look, which costs nothing."""
+ASK_S_MAX = 0.05
+"""The longest pause before a question, which others answer."""
+
 
 async def wait_until(
     condition: Callable[[], object], *, deadline_s: float = 10.0, poll_s: float = 0.002
 ) -> None:
     """Look again until the condition holds; raises TimeoutError."""
+    begun_s = time.monotonic()
     async with asyncio.timeout(deadline_s):
         while not (found := condition()):  # noqa: ASYNC110 - what is waited for has no event.
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(_pause_s(begun_s, poll_s, LOOK_S_MAX))
     assert not isinstance(found, Awaitable), "a question that is awaited belongs to `ask_until`"
 
 
@@ -35,12 +44,13 @@ async def ask_until(
 
     An error of `despite` counts as "not yet".
     """
+    begun_s = time.monotonic()
     async with asyncio.timeout(deadline_s):
         while True:
             with contextlib.suppress(despite) if despite else contextlib.nullcontext():
                 if answer := await ask():
                     return answer
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(_pause_s(begun_s, poll_s, ASK_S_MAX))
 
 
 def wait_for(
@@ -54,11 +64,16 @@ def wait_for(
 
     Raises TimeoutError with `what` after the deadline.
     """
-    give_up_s = time.monotonic() + deadline_s
+    begun_s = time.monotonic()
     while not condition():
-        if time.monotonic() > give_up_s:
+        if time.monotonic() > begun_s + deadline_s:
             raise TimeoutError(what() if callable(what) else what)
-        time.sleep(poll_s)
+        time.sleep(_pause_s(begun_s, poll_s, LOOK_S_MAX))
+
+
+def _pause_s(begun_s: float, least_s: float, most_s: float) -> float:
+    """Return the pause before the next look of a wait that began then."""
+    return max(least_s, min(LATE * (time.monotonic() - begun_s), most_s))
 
 
 def lives(pid: int) -> bool:

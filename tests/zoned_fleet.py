@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbm_cli.creds.commands import layout_of
-from kvbm_cli.creds.nats_config import Layout
+from kvbm_cli.creds.commands import plan_of
+from kvbm_cli.creds.nats_config import CredentialPlan
 from kvbm_cli.creds.zone_config import ZONES, denied, take_leaf
 from kvbm_common.access.nats_access import nats_access, stream_limits
 from kvbm_common.access.roles import ADMIN
@@ -157,8 +157,8 @@ def _site(directory: Path, more: dict[str, Any]) -> Site:
 def _guard(site: Site, directory: Path, hosts: Sequence[str], **given: Any) -> None:
     """Give a site what `kvbm nats-config` writes: keys, roles, TLS."""
     settings = Settings.load({}, dict(site.more))
-    nats = GuardedNats(site.server, directory / "creds", Layout(hosts=()))
+    nats = GuardedNats(site.server, directory / "creds", CredentialPlan(hosts=()))
     given |= {"hosts": tuple(hosts), "names": LOCAL, "streams": stream_limits(settings)}
-    nats.layout = layout_of(nats.directory, given)
+    nats.plan = plan_of(nats.directory, given)
     nats.write(**given)
     site.guarded = nats

@@ -29,6 +29,7 @@ import httpx
 import uvicorn
 from fastapi.responses import Response
 from workers import (
+    IDLE_S,
     RETRY_S,
     Ask,
     Workers,
@@ -41,6 +42,9 @@ from workers import (
 KVBM = "http://127.0.0.1:6880"
 ROUTE_S = 0.5
 """For KVBM's order; usually it takes milliseconds. Then the request goes without one."""
+KVBM_LIMITS = httpx.Limits(
+    max_connections=100, max_keepalive_connections=20, keepalive_expiry=IDLE_S
+)
 TOKENIZE_S = 2.0
 """For a prompt's tokens, which an engine makes of its text."""
 SILENCE_S = 600.0
@@ -80,7 +84,7 @@ class Router:
 
     def __init__(self, options: Options, workers: Workers) -> None:
         self.client = httpx.AsyncClient(
-            base_url=options.kvbm, timeout=options.route_s, trust_env=False
+            base_url=options.kvbm, timeout=options.route_s, limits=KVBM_LIMITS, trust_env=False
         )
         self._options = options
         self._read_token()

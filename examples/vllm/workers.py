@@ -21,6 +21,10 @@ KEPT = ("authorization", "x-request-id")
 """Headers of the client that a worker needs."""
 TIMEOUT = httpx.Timeout(None, connect=10)
 """An answer takes as long as it takes; a worker that is gone is noticed when it is connected to."""
+IDLE_S = 2.0
+"""How long an idle connection is kept. vLLM closes one after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`),
+and so does KVBM's API. A request that leaves in that moment fails, though the engine is healthy."""
+LIMITS = httpx.Limits(keepalive_expiry=IDLE_S)
 NOT_PASSED = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "content-length", "date", "server",
@@ -101,7 +105,7 @@ class Workers:
         self, kind: str, urls: Sequence[str], retry_s: float, timeout: httpx.Timeout = TIMEOUT
     ) -> None:
         """Create the list of the workers at these addresses."""
-        self.client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(), trust_env=False)
+        self.client = httpx.AsyncClient(timeout=timeout, limits=LIMITS, trust_env=False)
         self.all = {url: Worker(url) for url in urls}
         self._kind = kind
         self._retry_s = retry_s

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from kvbm_cli.creds.containers import HOME, MOUNTED_AT, VOLUMES, fill, layout_from
+from kvbm_cli.creds.containers import HOME, MOUNTED_AT, VOLUMES, fill, plan_from
 from kvbm_cli.creds.nats_config import CONFIGURATION
-from kvbm_cli.stack import SECRETS, SERVICES
+from kvbm_cli.stack import SERVICES
 from kvbm_common.access.nats_access import of_url
 from kvbm_common.access.roles import ADMIN
+from kvbm_common.config.secret_variables import SECRETS
 from kvbm_common.config.settings import Settings
 from kvbm_common.nixl.library import NET_DEVICES, network_devices
 from kvbm_host_tier.shell.peer_reader import peer_devices
@@ -191,7 +192,7 @@ def test_each_container_finds_the_files_that_it_is_told_of(tmp_path: Path) -> No
     services = services_of(COMPOSE_FILE)
     for volume in services.pop("creds")["volumes"][:-1]:
         (tmp_path / volume.split(":")[1].removeprefix(f"{VOLUMES}/")).mkdir()
-    fill(tmp_path / "home", tmp_path, layout_from({"KVBM_HOST": "a"}, tmp_path / "home"))
+    fill(tmp_path / "home", tmp_path, plan_from({"KVBM_HOST": "a"}, tmp_path / "home"))
     for name, service in services.items():
         role = ADMIN if name == "demo" else name
         for variable, text in service.get("environment", {}).items():

@@ -9,18 +9,14 @@ from typing import Any, Generic, Self, TypeVar
 import zmq
 from kvbm_common.access.curve import ServerKeys
 from kvbm_common.wire.codec import MsgpackCodec
-from kvbm_common.wire.local import (
+from kvbm_common.wire.consolidator import (
     Attached,
     FromConsolidator,
-    FromHostTier,
     ToConsolidator,
-    ToHostTier,
-    Welcome,
     from_consolidator,
-    from_host_tier,
     to_consolidator,
-    to_host_tier,
 )
+from kvbm_common.wire.local import FromHostTier, ToHostTier, Welcome, from_host_tier, to_host_tier
 
 DEADLINE_S = 10.0
 Heard = TypeVar("Heard")

@@ -11,17 +11,8 @@ from typing import TypeVar
 
 from kvbm_common.identity import Namespace, SequenceHash, unpack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
-from kvbm_common.wire.local import (
-    Confirm,
-    Found,
-    FromHostTier,
-    Lookup,
-    Offered,
-    Pulled,
-    Release,
-    ToConsolidator,
-    ToHostTier,
-)
+from kvbm_common.wire.consolidator import Offered, ToConsolidator
+from kvbm_common.wire.local import Confirm, Found, FromHostTier, Lookup, Pulled, Release, ToHostTier
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_connectors.core.messages import (
     ConnectorLimits,

@@ -43,7 +43,7 @@ class Worker:
         self.headers: list[dict[str, str]] = []
         self.go_on = threading.Event()
         self.more_headers: dict[str, str] = {}
-        """Set: an answer in pieces goes on behind the first one."""
+        """Set: an answer in pieces goes on after the first one."""
         self.breaks = False
         self.connections: list[socket.socket] = []
         self.answer = answer

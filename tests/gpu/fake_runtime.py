@@ -153,12 +153,11 @@ class FakeRuntime:
         self._put(stream, lambda: _zero(target, length), lambda: True)
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
-        rows = [tuple(row) for row in copies.rows.tolist()]
+        rows = copies.rows.copy()
         self._say("copy_batch", len(rows), stream)
 
         def run() -> None:
-            for target, source, length in self._random.sample(rows, len(rows)):
-                _move(target, source, length)
+            self._move_all(rows)
 
         self._put(stream, run, lambda: True)
 
@@ -166,11 +165,15 @@ class FakeRuntime:
         self._say("copy_rows", table, count, stream)
 
         def run() -> None:  # The table is read in the stream's turn, as on a GPU.
-            rows = _array(table, (count, 3))
-            for index in self._random.sample(range(count), count):
-                _move(*(int(number) for number in rows[index]))
+            self._move_all(_array(table, (count, 3)))
 
         self._put(stream, run, lambda: True)
+
+    def _move_all(self, rows: NDArray[np.uint64]) -> None:
+        """Move in any order: a measurement has thousands, so NumPy draws it."""
+        drawn = np.random.default_rng(self._random.getrandbits(32)).permutation(rows)
+        for target, source, length in drawn.tolist():
+            _move(target, source, length)
 
     def sum_parts(
         self, *, regions: int, parts: int, part_count: int, kibs: int, blocks: int,

@@ -41,7 +41,7 @@ PLANTS = {
     ),
     "no key for NATS": Plant(
         "templates/node.yaml", "- name: KVBM_NATS_CREDS_FILE", "- name: KVBM_ETCD_USER",
-        "credentials (KVBM_NATS_CREDS_FILE)",
+        "credentials (KVBM_NATS_CREDS_FILE, or",
     ),
     "a Secret in the container of another role": Plant(
         "templates/node.yaml", "{name: {{ $kind }}-creds, mountPath: /etc/kvbm/creds,",

@@ -88,6 +88,13 @@ class Hosts:
     def __iter__(self) -> Iterator[OneHost]:
         return iter(self.all)
 
+    async def restart_host_tier(self, host: OneHost) -> None:
+        """Kill a host tier, and start it again on its host."""
+        await host.stack.kill("host-tier")
+        with _interpreter(self.network.python(host.name)):
+            await host.stack.start("host-tier")
+            await host.stack.wait_ready("host-tier")
+
 
 def turn(prompt: int) -> Turn:
     """A prompt of its own: PROMPT_BLOCKS blocks that no other prompt has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from kvbm_cli.demo.check import wait_until
@@ -24,6 +25,9 @@ pytestmark = [
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be made"),
     pytest.mark.timeout(150),
 ]
+INDEXED_S = 5.0
+"""Until a prompt is known to the index; before its engine is attached again none is stored."""
+PULLS_AGAIN_S = 60.0
 
 
 async def pulled(host: OneHost) -> int:
@@ -102,4 +106,34 @@ async def test_a_wire_that_is_cut_in_a_pull_and_heals_costs_nothing_but_cache() 
         before = await pulled(h2)
         await h2.run(2, request="healed")
         assert await pulled(h2) == before + PROMPT_BLOCKS
+        await check_all(hosts)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", ["h1", "h2"])
+async def test_blocks_are_pulled_again_once_a_killed_host_tier_is_back(killed: str) -> None:
+    """1. h2 onboards a prompt from h1. 2. The host tier of one of them is killed, and comes back
+    with another arena. 3. h2 onboards a prompt from h1 again: so in three lives."""
+    async with running(2) as hosts:
+        h1, h2 = hosts
+        prompts = itertools.count(1)
+
+        async def onboards_a_new_prompt() -> bool:
+            prompt, before = next(prompts), len(await held(h1))
+            await h1.forget()
+            await h1.run(prompt, request=f"first-{prompt}")
+
+            async def is_indexed() -> bool:
+                return len(await held(h1)) >= before + PROMPT_BLOCKS
+
+            await wait_until(is_indexed, "h1 has not stored the prompt", deadline_s=INDEXED_S)
+            pulled_before = await pulled(h2)
+            await h2.run(prompt, request=f"second-{prompt}")
+            return await pulled(h2) == pulled_before + PROMPT_BLOCKS
+
+        for life in range(3):
+            if life:
+                await hosts.restart_host_tier(next(one for one in hosts if one.name == killed))
+            await wait_peers(hosts)
+            await wait_until(onboards_a_new_prompt, "h2 pulls nothing", deadline_s=PULLS_AGAIN_S)
         await check_all(hosts)

@@ -22,7 +22,7 @@ from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.streams import EVENTS, REGISTRY, STREAMS
 from kvbm_common.registry.etcd import EtcdRegistry
 from kvbm_common.registry.records import Left, RegistryEvent
-from kvbm_common.wire.verbs import MatchRequest
+from kvbm_common.wire.index_verbs import MatchRequest
 
 from tests.etcd_server import EtcdCluster
 from tests.integration.running import running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 from kvbm_cli.demo.check import check_stack
+from kvbm_common.wire.verbs import SnapshotPart
 
+from tests.hung_mount import hung_mount
 from tests.integration.running import Running, running
 from tests.small_tmpfs import small_tmpfs
 from tests.waiting import ask_until
@@ -29,6 +32,17 @@ def ready(run: Running) -> tuple[int, str]:
     url = f"http://127.0.0.1:{run.stack.settings.metrics_port}/readyz"
     answer = httpx.get(url, trust_env=False)
     return answer.status_code, answer.text
+
+
+async def is_ready(run: Running) -> bool:
+    """Whether everything serves."""
+    return ready(run)[0] == 200
+
+
+async def not_ready_text(run: Running, directory: Path) -> str | None:
+    """What `/readyz` says once it is not ready because of this directory."""
+    code, text = ready(run)
+    return text if code == 503 and str(directory) in text else None
 
 
 def status(run: Running) -> str:
@@ -56,11 +70,7 @@ async def test_of_two_disks_one_may_be_read_only(tmp_path: Path) -> None:
             await run.run(requests=40)
             assert not run.errors()
 
-            async def is_told() -> str | None:
-                code, text = ready(run)
-                return text if code == 503 and str(directory) in text else None
-
-            text = await ask_until(is_told, deadline_s=20.0)
+            text = await ask_until(lambda: not_ready_text(run, directory), deadline_s=20.0)
             assert "cannot be used" in text
             assert "Read-only file system" in text
             assert "Read-only file system" in status(run)
@@ -71,16 +81,46 @@ async def test_of_two_disks_one_may_be_read_only(tmp_path: Path) -> None:
 
             remount(directory, "rw")
 
-            async def is_ready() -> bool:
-                return ready(run)[0] == 200
-
-            await ask_until(is_ready, deadline_s=30.0)
+            await ask_until(lambda: is_ready(run), deadline_s=30.0)
             await run.run(requests=40, seed=2, prefix="later")
             assert run.mismatches() == 0
             verdict = await check_stack(run.view, run.engines, with_disk=True)
             assert (verdict.differences, verdict.troubles) == ([], [])
             snapshot = await run.view.snapshot("disk-tier", "0-1")
             assert snapshot.parts, "the disk that was read-only has blocks"
+
+
+@pytest.mark.timeout(180)
+async def test_of_two_disks_one_may_hang(tmp_path: Path) -> None:
+    """Goal: a disk that answers nothing, as of a dead server, keeps no stack from its start.
+
+    1. The stack starts, and the other disk takes blocks. `/readyz` names the one that hangs.
+    2. It answers: everything is ready, and it takes blocks, too.
+    """
+    with contextlib.ExitStack() as trouble:
+        hung = trouble.enter_context(hung_mount(tmp_path / "hung"))
+        directories = f"{tmp_path / 'well'},{hung}"
+        async with running(SIZES | {"disk_cache_dirs": directories}) as run:
+            await run.run(requests=40)
+            assert not run.errors()
+
+            text = await ask_until(lambda: not_ready_text(run, hung), deadline_s=20.0)
+            assert "does not answer" in text
+            await ask_until(lambda: parts_of(run, "0"), deadline_s=30.0)
+
+            trouble.close()
+
+            await ask_until(lambda: is_ready(run), deadline_s=30.0)
+            await run.run(requests=40, seed=2, prefix="later")
+            assert run.mismatches() == 0
+            verdict = await check_stack(run.view, run.engines, with_disk=True)
+            assert (verdict.differences, verdict.troubles) == ([], [])
+            assert await parts_of(run, "0-1"), "the disk that did not answer has blocks"
+
+
+async def parts_of(run: Running, instance: str) -> list[SnapshotPart]:
+    """What a disk tier holds."""
+    return (await run.view.snapshot("disk-tier", instance)).parts
 
 
 def remount(path: Path, option: str) -> None:

@@ -15,13 +15,14 @@ import pytest
 from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.streams import EVENTS
+from kvbm_common.wire.consolidator import Attach
 from kvbm_common.wire.events import Run, Stored, event_codec, event_subject
-from kvbm_common.wire.local import Attach
 from kvbm_connectors.client.pass_through import PassThrough
 from playwright.async_api import Browser
 
-from tests.browser import Tab, chromium, needs_chromium, tab
+from tests.browser import DEADLINE_S, Tab, chromium, needs_chromium, tab
 from tests.integration.running import Running, running
+from tests.waiting import ask_until
 
 pytestmark = [pytest.mark.slow, needs_chromium, pytest.mark.timeout(180)]
 
@@ -89,6 +90,17 @@ async def until_figures(shown: Tab, polls: int = 2) -> None:
     await shown.until(f"Number(document.body.dataset.polls) >= {polls}")
 
 
+async def has_story(shown: Tab, text: str) -> bool:
+    """Open the story of the newest event's block, close it, and tell whether it has a text."""
+    await shown.page.locator("#events button.block:visible").first.click()
+    await shown.until("document.querySelector('#story').open")
+    await shown.until("document.querySelector('#story .timeline, #story ul')")
+    story = await shown.text("#story-body")
+    await shown.page.keyboard.press("Escape")
+    await shown.until("!document.querySelector('#story').open")
+    return text in story
+
+
 async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
     """1. Figures of a system at work. 2. From an event to a block's story. 3. No complaint.
 
@@ -112,12 +124,8 @@ async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
         if os.environ.get("LIVE_PAGE_SCREENSHOT"):
             await until_figures(shown, 60)
             await shown.page.screenshot(path=IMAGE)
-        await shown.page.locator("#events button.block:visible").first.click()
-        await shown.until("document.querySelector('#story').open")
-        await shown.until("document.querySelector('#story .timeline, #story ul')")
-        assert "committed" in await shown.text("#story-body")
-        await shown.page.keyboard.press("Escape")
-        await shown.until("!document.querySelector('#story').open")
+        # The newest block may still be on its way.
+        await ask_until(lambda: has_story(shown, "committed"), deadline_s=DEADLINE_S, poll_s=0.1)
         await shown.page.fill("#hash", "f" * 32)
         await shown.page.keyboard.press("Enter")
         await shown.until(

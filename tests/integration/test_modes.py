@@ -26,6 +26,7 @@ def demo(*arguments: str, json: Path) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(json), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert json.exists(), done.stdout + done.stderr
+    print(done.stdout, done.stderr)  # A failed verdict names its row.
     return done.returncode, orjson.loads(json.read_bytes())
 
 
@@ -124,7 +125,7 @@ def test_the_logs_of_a_stack_that_does_not_start_are_kept(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_an_attached_demo_counts_its_own(tmp_path: Path) -> None:
     """An engine of ours asks much meanwhile, and a pin of an operator stays: both are not its."""
     async with running({"cpu_cache_gb": 0.2, "disk_cache_gb": 0.2}, engines=1) as run:
@@ -136,7 +137,12 @@ async def test_an_attached_demo_counts_its_own(tmp_path: Path) -> None:
             sys.executable, "-m", "kvbm_cli.main", *command, "--json", str(tmp_path / "figures"),
             env=os.environ | run.stack.settings.as_environ(),
         )  # fmt: skip
-        await demo_process.wait()
+        try:
+            await asyncio.wait_for(demo_process.wait(), 200)
+        finally:
+            if demo_process.returncode is None:
+                demo_process.kill()
+                await demo_process.wait()
         done.set()
         await work
         host = (await run.view.stats("host-tier")).figures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from types import FunctionType, ModuleType
 
 from kvbm_common.eviction import EvictionPolicy, Lru
@@ -90,12 +90,12 @@ def policy_of(table: SlotTable) -> EvictionPolicy:
     return size.policy
 
 
-def largest_table(root: object) -> int:
-    """How many entries the largest dict or set has that belongs to an object."""
+def largest_table(root: object, kinds: tuple[type[Sized], ...] = (dict, set)) -> int:
+    """How many entries the largest table of these kinds has that belongs to an object."""
     seen, left, most = {id(root)}, [root], 0
     while left:
         one = left.pop()
-        if isinstance(one, (dict, set)):
+        if isinstance(one, kinds):
             most = max(most, len(one))
         for part in gc.get_referents(one):
             if id(part) not in seen and not isinstance(part, (type, ModuleType, FunctionType)):

@@ -20,7 +20,7 @@ NAMESPACE = bytes(32)
 
 
 def block(number: int) -> Block:
-    """A block behind the one of the number before it."""
+    """A block after the one of the number before it."""
     name, parent = (SequenceHash((one + 1).to_bytes(16, "big")) for one in (number, number - 1))
     return Block(name, parent, NAMESPACE, 0, 4096)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 SAMPLE = """
 import asyncio
 import sys
-from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.process import run
 from kvbm_common.wire.verbs import StatsReply
 
 def stats(context):

@@ -19,7 +19,9 @@ from kvbm_common.tier.parts import Grid, Share
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire import (
     admin,
+    consolidator,
     events,
+    index_verbs,
     local,
     packed_events,
     routes,
@@ -122,6 +124,8 @@ PARTS: dict[str, Any] = {"checksum": 0x11, "parts": GRID.code}
 """Of a block that is cut by layers and heads."""
 SUMS = pack_sums([2**64 - 1, 0, 1, 2])
 HOLDER: dict[str, Any] = {"host": "gpu-a", "source": "disk-tier-0", "tier": "disk"}
+MATCH = index_verbs.HolderMatch(**HOLDER, blocks=2)
+MATCH_ALL = index_verbs.MatchRequest(hashes=HEX)
 OFFER_RUN = verbs.OfferRun(parent=PARENT.hex(), hashes=HEX, blocks=[4, 9, 2])
 
 VERBS: dict[str, msgspec.Struct] = {
@@ -163,15 +167,17 @@ VERBS: dict[str, msgspec.Struct] = {
         slots=[FILLED, slot_entries.FilledSlot(hash=HEX[1], slot=8, ok=False, reason="checksum")]
     ),
     "fill_reply_parts": verbs.FillReply(slots=[replace(FILLED, **PARTS, part_sums=SUMS)]),
-    "match_request": verbs.MatchRequest(hashes=HEX),
-    "match_reply": verbs.MatchReply(asked=3, matches=[verbs.HolderMatch(**HOLDER, blocks=2)]),
+    "match_request": MATCH_ALL,
+    "match_reply": index_verbs.MatchReply(
+        asked=3, matches=[index_verbs.HolderMatch(**HOLDER, blocks=2)]
+    ),
     "match_batch_request": scores.MatchBatchRequest(
-        questions=[verbs.MatchRequest(hashes=HEX), verbs.MatchRequest(hashes=HEX[:1])]
+        questions=[MATCH_ALL, index_verbs.MatchRequest(hashes=HEX[:1])]
     ),
     "match_batch_reply": scores.MatchBatchReply(
         replies=[
-            verbs.MatchReply(asked=3, matches=[verbs.HolderMatch(**HOLDER, blocks=2)]),
-            verbs.MatchReply(asked=1, matches=[]),
+            index_verbs.MatchReply(asked=3, matches=[MATCH]),
+            index_verbs.MatchReply(asked=1, matches=[]),
         ]
     ),
     "score_request": scores.ScoreRequest(hashes=HEX, weights={"device": 1.0, "disk": 0.25}),
@@ -202,9 +208,9 @@ VERBS: dict[str, msgspec.Struct] = {
     "where_reply": scores.WhereReply(
         blocks=[scores.BlockHolders(hash=HEX[0], holders=[scores.BlockHolder(**HOLDER)])]
     ),
-    "dump_request": verbs.DumpRequest(source="disk-tier-0"),
-    "dump_reply": verbs.DumpReply(
-        holders=[verbs.HolderDump(**HOLDER, epoch=EPOCH, seq=9, hashes=HEX[:2])]
+    "dump_request": index_verbs.DumpRequest(source="disk-tier-0"),
+    "dump_reply": index_verbs.DumpReply(
+        holders=[index_verbs.HolderDump(**HOLDER, epoch=EPOCH, seq=9, hashes=HEX[:2])]
     ),
     "holders_reply": scores.HoldersReply(
         holders=[scores.HolderSummary(**HOLDER, epoch=EPOCH, seq=9, blocks=2)]
@@ -478,29 +484,29 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
     ),
     "pulled": local.Pulled(offer=3, pulled=2, skipped=1),
 }
-TO_CONSOLIDATOR: Mapping[str, local.ToConsolidator] = {
-    "attach": local.Attach(
+TO_CONSOLIDATOR: Mapping[str, consolidator.ToConsolidator] = {
+    "attach": consolidator.Attach(
         **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),
         replay_endpoint="ipc:///run/kvbm/sim-0-replay.sock",
         generation="0123456789abcdef",
         adapters=[Adapter(id=1, name="sql", content="00112233445566778899aabbccddeeff")],
     ),
-    "attach_groups": local.Attach(
+    "attach_groups": consolidator.Attach(
         **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),
         group_namespaces=[msgspec.structs.replace(NAMESPACE, group=1, block_tokens=32)],
     ),
-    "attach_passing": local.Attach(
+    "attach_passing": consolidator.Attach(
         **_engine(endpoint="", namespace=NAMESPACE),
         passes_through="prefix caching is off",
     ),
-    "detach": local.Detach(**_engine()),
-    "offered": local.Offered(
+    "detach": consolidator.Detach(**_engine()),
+    "offered": consolidator.Offered(
         **_engine(offer=3, namespace=DIGEST, deadline_ms=5_000),
-        runs=[local.OfferedRun(parent=PARENT, hashes=PACKED, blocks=[4, 9, 2])],
+        runs=[consolidator.OfferedRun(parent=PARENT, hashes=PACKED, blocks=[4, 9, 2])],
     ),
 }
-FROM_CONSOLIDATOR: Mapping[str, local.FromConsolidator] = {
-    "attached": local.Attached(engine="sim-0", rank=0, epoch=EPOCH),
+FROM_CONSOLIDATOR: Mapping[str, consolidator.FromConsolidator] = {
+    "attached": consolidator.Attached(engine="sim-0", rank=0, epoch=EPOCH),
 }
 
 
@@ -534,8 +540,8 @@ def _examples() -> list[Example]:
         (packed_events.packed_codec, PACKED_EVENTS),
         (local.to_host_tier, TO_HOST_TIER),
         (local.from_host_tier, FROM_HOST_TIER),
-        (local.to_consolidator, TO_CONSOLIDATOR),
-        (local.from_consolidator, FROM_CONSOLIDATOR),
+        (consolidator.to_consolidator, TO_CONSOLIDATOR),
+        (consolidator.from_consolidator, FROM_CONSOLIDATOR),
     ]
     found = [Example(name, codec, one) for codec, group in by_codec for name, one in group.items()]
     return found + [

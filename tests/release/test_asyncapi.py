@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from kvbm_common.wire import admin, events, verbs
+from kvbm_common.wire import admin, events, index_verbs, verbs
 
 from release import asyncapi
 from release.asyncapi import Json
 
+MODULES = (admin, events, index_verbs, verbs)
 FILE = Path(__file__).parents[2] / "docs" / "asyncapi.yaml"
 
 
@@ -86,7 +87,7 @@ def test_every_message_on_nats_is_described(described: Json) -> None:
     """A new struct with a version must find its way into the tables of the generator."""
     messages = {
         name
-        for module in (admin, events, verbs)
+        for module in MODULES
         for name, one in vars(module).items()
         if isinstance(one, type) and issubclass(one, msgspec.Struct) and name[0] != "_"
         if "v" in one.__struct_fields__
@@ -97,7 +98,7 @@ def test_every_message_on_nats_is_described(described: Json) -> None:
 def test_every_field_is_in_the_schemas(described: Json) -> None:
     """Field by field, the schemas are the structs."""
     for name, schema in described["components"]["schemas"].items():
-        struct = next((getattr(m, name) for m in (admin, events, verbs) if hasattr(m, name)), None)
+        struct = next((getattr(m, name) for m in MODULES if hasattr(m, name)), None)
         if struct is not None:
             tag = {struct.__struct_config__.tag_field} - {None}
             assert set(schema["properties"]) == set(struct.__struct_encode_fields__) | tag, name

@@ -39,11 +39,31 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The executables of an environment with `kvbm-stack` alone."""
+    """The executables of an environment with `kvbm-stack` alone.
+
+    Of torch it has an empty wheel: NIXL's names it, nothing of ours imports it, and the real one
+    brings five gigabytes.
+    """
     directory = tmp_path_factory.mktemp("installed")
     venv.create(directory, with_pip=True)
-    pip(directory / "bin", "install", "--find-links", str(dist), f"kvbm-stack=={version()}")
+    links = "--find-links", str(dist), "--find-links", str(empty_torch(directory))
+    pip(directory / "bin", "install", *links, f"kvbm-stack=={version()}")
     return directory / "bin"
+
+
+def empty_torch(directory: Path) -> Path:
+    """Make a wheel of torch with nothing in it, of the highest version; return where it lies."""
+    release = "9999.0"
+    with zipfile.ZipFile(directory / f"torch-{release}-py3-none-any.whl", "w") as wheel:
+        info = f"torch-{release}.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {release}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+    return directory
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm_cli.creds.commands import layout_of, write_all
-from kvbm_cli.creds.nats_config import SHARED, Layout
+from kvbm_cli.creds.commands import plan_of, write_all
+from kvbm_cli.creds.nats_config import SHARED, CredentialPlan
 from kvbm_common.access.nats_access import NatsAccess, nats_access
 from kvbm_common.access.roles import ADMIN, BY_NAME
 from kvbm_common.config.settings import Settings
@@ -30,7 +30,7 @@ class GuardedNats:
 
     server: NatsServer
     directory: Path
-    layout: Layout
+    plan: CredentialPlan
 
     def creds_of(self, role: str, *, host: str = "a", tenant: str = "kvbm") -> Path:
         """Return the file of a credential."""
@@ -46,14 +46,14 @@ class GuardedNats:
             "host": host,
             "nats_creds_file": self.creds_of(role, host=host, tenant=tenant),
         }
-        if self.layout.names:
+        if self.plan.names:
             own["nats_ca_file"] = self.directory / "server" / "ca.pem"
         return Settings.load({}, own | more)
 
     @property
     def url(self) -> str:
         """Where it listens."""
-        scheme = "tls" if self.layout.names else "nats"
+        scheme = "tls" if self.plan.names else "nats"
         return f"{scheme}://localhost:{self.server.port}"
 
     def access(self, role: str, *, host: str = "a", tenant: str = "kvbm") -> NatsAccess:
@@ -71,8 +71,8 @@ class GuardedNats:
 
     def write(self, *, rotate: bool = False, drop_old: bool = False, **given: object) -> None:
         """Run `kvbm nats-config` again; the server takes it at its next start or reload."""
-        self.layout = layout_of(self.directory, given)
-        written = write_all(self.directory, self.layout, rotate=rotate, drop_old=drop_old)
+        self.plan = plan_of(self.directory, given)
+        written = write_all(self.directory, self.plan, rotate=rotate, drop_old=drop_old)
         configuration = json.loads(written.read_text())
         self.server.more = {name: configuration[name] for name in PARTS if name in configuration}
 
@@ -95,8 +95,8 @@ async def guarded_nats(
 ) -> AsyncIterator[GuardedNats]:
     """Run a server with credentials for these hosts and tenants, and with its streams."""
     server = NatsServer(directory / "nats", port=free_port())
-    layout = Layout(hosts=tuple(hosts), tenants=tuple(tenants), names=LOCAL if tls else ())
-    nats = GuardedNats(server, directory / "creds", layout)
+    plan = CredentialPlan(hosts=tuple(hosts), tenants=tuple(tenants), names=LOCAL if tls else ())
+    nats = GuardedNats(server, directory / "creds", plan)
     nats.write(hosts=tuple(hosts), tenants=tuple(tenants), names=LOCAL if tls else ())
     async with server:
         for tenant in tenants:

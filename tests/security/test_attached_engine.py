@@ -14,8 +14,8 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus
 from kvbm_common.tier.kv_groups import GROUPS_MAX, GroupRun
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from kvbm_common.wire.local import Lookup, Release, ToHostTier, to_host_tier
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
 from tests.services.host_tier.conftest import engine, host, settings  # noqa: F401
 from tests.services.host_tier.engine import RealEngine

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 from kvbm_cli.admin_client import token_of
 from kvbm_cli.doctor.listeners import listeners_of
 from kvbm_common.access.addresses import is_loopback
@@ -39,12 +40,19 @@ SECRETS = {
 }  # fmt: skip
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Running]:
-    """A stack with an engine that has worked."""
-    async with running(SIZES | DEFAULTS, engines=1) as run:
-        await run.run(requests=20)
-        yield run
+    """A stack with an engine that has worked. The tests of this module look at it, and change
+    nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("DYN_KVBM_", "KVBM_"))]:
+            patch.delenv(name)
+        async with running(SIZES | DEFAULTS, engines=1) as run:
+            await run.run(requests=20)
+            yield run
+
+
+in_loop_of_stack = pytest.mark.asyncio(loop_scope="module")
 
 
 def with_children(pids: set[int]) -> set[int]:
@@ -75,6 +83,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
+@in_loop_of_stack
 async def test_nothing_listens_beyond_this_machine(stack: Running) -> None:
     """Goal: another machine finds no port: not of NATS, HTTP, engines, routers, nor of UCX."""
     found = {
@@ -86,6 +95,7 @@ async def test_nothing_listens_beyond_this_machine(stack: Running) -> None:
     assert not [one for one in found if not is_loopback(one[1])]
 
 
+@in_loop_of_stack
 async def test_sockets_and_secrets_are_the_owners(stack: Running) -> None:
     """Goal: another user of this machine reaches no socket and reads no file.
 
@@ -111,6 +121,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
+@in_loop_of_stack
 async def test_without_credentials_nothing_is_read_or_changed(stack: Running) -> None:
     """Goal: the attacks of an anonymous neighbour fail at the door.
 
@@ -164,17 +175,21 @@ async def test_a_secret_reaches_the_service_that_needs_it(
 ) -> None:
     """Goal: a service that falls into other hands gives away its own secrets only.
 
-    Each secret is in the environment of `kvbm up`; of its services one kind has it.
+    Each secret is in the environment of `kvbm up`; of its services one kind has it. NATS has none,
+    and neither have engines of ours.
     """
     for name in SECRETS:
         monkeypatch.setenv(name, f"secret-of-{name.lower()}")
-    async with running(SIZES, engines=0) as run:
-        for kind, service in run.stack.services.items():
-            assert variables_of(service.pid) & SECRETS.keys() == {
+    async with running(SIZES, engines=1) as run:
+        pids = run.stack.pids | {"engine": run.engines[0].pid}
+        assert {"nats", "host-tier", "metrics"} < pids.keys()
+        for kind, pid in pids.items():
+            assert variables_of(pid) & SECRETS.keys() == {
                 name for name, owner in SECRETS.items() if owner == kind
             }, kind
 
 
+@in_loop_of_stack
 async def test_no_secret_is_printed(stack: Running) -> None:
     """Goal: logs and commands can be shown to others.
 

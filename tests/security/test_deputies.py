@@ -205,7 +205,7 @@ async def test_a_mark_cannot_be_brought_along(
     ],
 )
 def test_the_first_mark_counts(block: str, expected: bool) -> None:
-    """The server lets an empty mark pass, so a second one behind it must not do."""
+    """The server lets an empty mark pass, so a second one after it must not do."""
     assert EVENTS.is_marked(block.encode()) is expected
 
 

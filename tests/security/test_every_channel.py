@@ -137,7 +137,7 @@ async def test_each_role_sends_and_hears_what_the_document_says(
     1. A message on each subject. 2. A subscription to each. 3. What the server has refused is what
     the table does not allow; and the document names this role where one is allowed.
     """
-    grants = grants_of(BY_NAME[role], host="a", instances=guarded.layout.instance_names)
+    grants = grants_of(BY_NAME[role], host="a", instances=guarded.plan.instance_names)
     async with attempts(guarded, role) as tried:
         unsent = await tried.publish(everything())
         unheard = await tried.subscribe(everything())

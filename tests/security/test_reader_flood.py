@@ -170,7 +170,7 @@ async def test_an_index_reads_a_stream_that_others_have_used_up(
     """Goal: no reader locks a service out, of the events or of the registry.
 
     1. The attacker makes durable consumers until the server takes no more. 2. An index starts, and
-    hears of an event that came before it, and of one behind. 3. It has counted the refusals.
+    hears of an event that came before it, and of one after. 3. It has counted the refusals.
     """
     for spec in (EVENTS, REGISTRY):
         await change(admin, spec, max_consumers=FLOOD - AT_ONCE)

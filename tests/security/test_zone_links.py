@@ -40,7 +40,7 @@ async def test_a_zone_that_denies_nothing_reaches_no_stream_of_the_fleet(tmp_pat
     """Goal: the fleet's own configuration keeps a zone's messages out of its streams.
 
     1. A zone's server carries everything. 2. What it sends to subjects of streams, or as an index,
-    stays there. A verb behind it comes through, so the link was there, and what is in the zone's
+    stays there. A verb after it comes through, so the link was there, and what is in the zone's
     stream comes as from a source: once.
     """
     async with zoned_fleet(tmp_path, ZONES, guarded=True) as zoned:

@@ -27,6 +27,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[str] = []
     pages: list[int] = []
     seeds: list[int] = []
+    tokens: list[int] = []
     window: int = 0
     """Of a pool that needs the last pages only."""
     backend: str = "dynamic"

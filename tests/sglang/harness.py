@@ -64,6 +64,7 @@ def extra_of(settings: Settings) -> dict[str, Any]:
         "module_path": "kvbm_connectors.sglang",
         "class_name": "KvbmHiCacheStorage",
         "interface_v1": 1,
+        "revision": "of a test",
         "runtime_dir": str(settings.runtime_dir),
         "state_dir": str(settings.state_dir),
         "onboard_deadline_ms": PATIENCE_MS,

@@ -43,7 +43,9 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 from sglang.srt.mem_cache.utils import get_hash_str  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+from tests.sglang import controller as controllers  # noqa: E402
 from tests.sglang.bench_rank import ask, measure  # noqa: E402
 
 ATTACH_S = 20.0
@@ -102,17 +104,13 @@ class Rank:
         self.pools: dict[str, Any] = {}
         self.specs: dict[str, Pool] = {}
         self.backend: Any = None
+        self.controller: Any = None
         self.publisher: Any = None
         self.counting = threading.Lock()
 
     def attach(self, command: Command) -> Reply:
         """As HiCacheController and its hybrid kind do it. Pools outlive a storage."""
-        arguments = SimpleNamespace(**command.arguments) if command.arguments else None
-        runtime_context.get_server_args = lambda: arguments
-        for name, spec in command.pools.items():
-            if self.specs.get(name) != spec:
-                self.pools[name], self.specs[name] = make_pool(spec), spec
-        kv = self.pools["kv"]
+        kv = self._prepare(command)
         fields: dict[str, Any] = {
             "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
             "attn_cp_size": 1, "is_mla_model": self.specs["kv"].kind == "mla",
@@ -126,6 +124,56 @@ class Rank:
             self.backend.register_mem_host_pool_v2(self.pools[name], PoolName(name))
         self.backend.on_host_pools_registered()
         return Reply(flags=[command.backend != "dynamic" or self.storage.wait_attached(ATTACH_S)])
+
+    def _prepare(self, command: Command) -> Any:
+        """Take the server's arguments and make the pools; return that of KV."""
+        arguments = SimpleNamespace(**command.arguments) if command.arguments else None
+        runtime_context.get_server_args = lambda: arguments
+        for name, spec in command.pools.items():
+            if self.specs.get(name) != spec:
+                self.pools[name], self.specs[name] = make_pool(spec), spec
+        return self.pools["kv"]
+
+    def control(self, command: Command) -> Reply:
+        """Attach by SGLang's cache controller, whose threads then call the storage."""
+        kv = self._prepare(command)
+        self.controller = controllers.make_controller(
+            kv, is_latent=self.specs["kv"].kind == "mla", ranks=command.config,
+            backend=command.backend, extra=command.extra,
+        )  # fmt: skip
+        self.backend = self.controller.storage_backend
+        return Reply(flags=[self.storage.wait_attached(ATTACH_S)])
+
+    def back_up(self, command: Command) -> Reply:
+        slots, wait = self.slots(command), command.rounds > 0
+        return Reply(number=controllers.back_up(self.controller, command.tokens, slots, wait))
+
+    def prefetch(self, command: Command) -> Reply:
+        slots = self.slots(command)
+        return Reply(number=controllers.prefetch(self.controller, command.tokens, slots))
+
+    def flush(self, command: Command) -> Reply:
+        controllers.flush(self.controller)
+        return Reply()
+
+    def serve(self, command: Command) -> Reply:
+        """Publish SGLang's configuration in this process, as a scheduler's."""
+        runtime_context.publish(ServerArgs(**command.arguments), role="scheduler")
+        return Reply()
+
+    def note_weights(self, command: Command) -> Reply:
+        """Note other weights as SGLang's scheduler and model runner do after an update."""
+        runtime_context.get_context().override("a test", **command.arguments)
+        return Reply()
+
+    def push(self, command: Command) -> Reply:
+        controllers.push(command.keys[0])
+        return Reply()
+
+    def release(self, command: Command) -> Reply:
+        self.controller.detach_storage_backend()
+        self.controller = self.backend = None
+        return Reply()
 
     @property
     def storage(self) -> Any:

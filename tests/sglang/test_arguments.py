@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kvbm_connectors.sglang.harmless import HARMLESS, HARMLESS_VARIABLES
+from kvbm_connectors.sglang.pushes import METHODS
 
 from tests.sglang import entering
 from tests.sglang.harness import ENVIRON, PYTHON, ROOT
@@ -87,6 +88,7 @@ from sglang.srt import environ, runtime_context
 from sglang.srt.server_args import ServerArgs, record_fields
 from types import SimpleNamespace as Place
 from kvbm_connectors.sglang.backend import is_late, publisher_rank
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", hicache_storage_backend="dynamic")
 context = runtime_context.publish(arguments, role="scheduler")
 late = [is_late(arguments)]
@@ -103,6 +105,7 @@ found = {
     "variables": [n for n, v in vars(environ.Envs).items() if isinstance(v, environ.EnvField)],
     "late": late,
     "publishers": publishers,
+    "updater": [n for n, v in vars(WeightUpdater).items() if callable(v) and n[0] != "_"],
     "resolves": hasattr(ServerArgs, "resolved_dict"),
     "at_the_start": [key(LoRARef.deterministic_id("poet", "/srv/poet")) for _ in range(2)],
     "while_it_serves": [key(LoRARef(lora_name="poet", lora_path="/srv").lora_id) for _ in range(2)],
@@ -150,6 +153,12 @@ def test_a_storage_that_is_attached_late_is_told_from_one_of_the_start(
 ) -> None:
     """Weights may have been updated before the later one."""
     assert known["late"] == [False, True]
+
+
+def test_every_way_that_weights_are_written_is_watched(known: dict[str, Any]) -> None:
+    """The others leave a group, and receive what is loaded afterwards."""
+    others = {"destroy_weights_update_group", "receive_weights_from_distributed"}
+    assert set(known["updater"]) == {*METHODS} | others
 
 
 def test_replicas_publish_on_ports_of_their_own(known: dict[str, Any]) -> None:

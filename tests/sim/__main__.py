@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1, help="how many seeds, from this one on")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run seeds")
     parser.add_argument("--file", type=Path, help="where the progress is kept")
-    parser.add_argument("--keep-going", action="store_true", help="run on behind a failure")
+    parser.add_argument("--keep-going", action="store_true", help="run on after a failure")
     parser.add_argument(
         "--statistics", action="store_true", help="print how many seeds met what, and how often"
     )

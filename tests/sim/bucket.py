@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import nsmallest
 
 from kvbm_common.tier.blocks import Block
 from kvbm_disk_tier.objects.core.names import Names
+from kvbm_disk_tier.objects.core.ranges import Ranges
 
 from tests.sim.memory import ROT
 from tests.sim.world import World
@@ -38,6 +38,13 @@ def block_of(name: str) -> Block | None:
 def name_of(block: Block) -> str:
     """Return the name of the object that holds this block."""
     return NAMES.name_of(block)
+
+
+@lru_cache(maxsize=4 * BLOCKS_MAX)
+def range_of(name: str, digits: int) -> int:
+    """Return the range of a listing that an object's name is in; -1: it names no block."""
+    block = block_of(name)
+    return -1 if block is None else Ranges(digits).of(block.hash)
 
 
 class Bucket:
@@ -74,7 +81,7 @@ class Bucket:
         self._gone = still
         self._world.marks["object listed late"] += len(still)
         seen = there | still
-        names = nsmallest(count, (name for name in seen if name > behind and wanted(name)))
+        names = sorted(name for name in seen if name > behind and wanted(name))[:count]
         return [(name, int(now - seen[name].at_ms)) for name in names]
 
     def vanish(self) -> None:

@@ -26,9 +26,9 @@ class Progress(msgspec.Struct):
 
     first: int
     end: int
-    """The seed behind the last one."""
+    """The seed after the last one."""
     done: list[tuple[int, int]] = msgspec.field(default_factory=list)
-    """Seeds that have been run: the first, and the one behind the last; in order, apart."""
+    """Seeds that have been run: the first, and the one after the last; in order, apart."""
     failed: dict[int, str] = msgspec.field(default_factory=dict)
     cpu_s: float = 0.0
     elapsed_s: float = 0.0

@@ -7,24 +7,23 @@ from functools import partial
 from typing import assert_never
 
 from kvbm_common.identity import unpack_hashes
-from kvbm_common.wire.engine_events import EngineBatch
-from kvbm_common.wire.events import Tier
-from kvbm_common.wire.local import (
+from kvbm_common.wire.consolidator import (
     Attach,
-    Beat,
     Detach,
     Offered,
-    Refused,
     from_consolidator,
     to_consolidator,
 )
+from kvbm_common.wire.engine_events import EngineBatch
+from kvbm_common.wire.events import Tier
+from kvbm_common.wire.local import Beat, Refused
 from kvbm_common.wire.verbs import Offer, OfferRun, SnapshotReply
 from kvbm_connectors.consolidator.core import messages as con
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
 from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_host_tier.core import messages as host_tier
 
-from tests.connectors.consolidator.model import Reader, Router
+from tests.connectors.consolidator.model import Reader, Router, whole_of
 from tests.sim.bus import Bus, Done
 from tests.sim.cluster import Cluster, Host
 from tests.sim.engine_node import EngineNode
@@ -141,7 +140,7 @@ class Consolidator(Service):
                 engine.subscribed = False
 
     def snapshot(self, source: str) -> SnapshotReply | None:
-        return self.core.snapshot(source)
+        return whole_of(self.core.snapshot_pages(source))
 
     def _carry_out(self, effect: con.Effect) -> None:
         match effect:

@@ -163,20 +163,27 @@ class PlainEngine(EngineNode):
         """Return the blocks of each group that the device's cache has, as far as all groups have
         what is needed; and how many tokens that is."""
         boundary = self._end(request)
-        while (tables := self._tables(request, boundary)) is None:
+        places: list[list[int | None]] = []
+        for group, names in zip(self.groups, request.names, strict=True):
+            found = [*map(self.pool.find, names[: boundary // group.size])]
+            if not group.has_holes and None in found:  # No hit goes beyond the first that lacks.
+                boundary = min(boundary, found.index(None) * group.size)
+            places.append(found)
+        boundary -= boundary % self.boundary_tokens
+        while (tables := self._tables(places, boundary)) is None:
             boundary -= self.boundary_tokens
         return tables, boundary
 
-    def _tables(self, request: Request, boundary: int) -> list[list[int]] | None:
+    def _tables(self, places: list[list[int | None]], boundary: int) -> list[list[int]] | None:
         """Return what a device hit up to a boundary has; None: blocks are missing."""
         tables: list[list[int]] = []
-        for group, names in zip(self.groups, request.names, strict=True):
+        for group, found in zip(self.groups, places, strict=True):
             table = [NOWHERE] * (boundary // group.size)
             for index in group.needed(boundary):
-                found = self.pool.find(names[index])
-                if found is None:
+                place = found[index]
+                if place is None:
                     return None
-                table[index] = found
+                table[index] = place
             tables.append(table)
         return tables
 
@@ -300,7 +307,7 @@ class PlainEngine(EngineNode):
         return chosen
 
     def _part_ended(self, request: Request, result: LoadResult) -> None:
-        """Report a load when nothing of it flies any more, on any rank."""
+        """Report a load when nothing of it is in flight any more, on any rank."""
         request.results.append(result)
         if len(request.results) == len(self.workers):
             self._ended.append(partial(self._loaded, request, merge_results(request.results)))

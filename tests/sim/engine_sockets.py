@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 from kvbm_common.tier.layout import UNIT_BYTES
+from kvbm_common.wire.consolidator import Attach, from_consolidator, to_consolidator
 from kvbm_common.wire.local import (
-    Attach,
     Beat,
     Bye,
     FromHostTier,
@@ -19,9 +19,7 @@ from kvbm_common.wire.local import (
     Moved,
     Region,
     Welcome,
-    from_consolidator,
     from_host_tier,
-    to_consolidator,
     to_host_tier,
 )
 from kvbm_connectors.client.link import Link
@@ -32,6 +30,8 @@ if TYPE_CHECKING:
 
 Take = Callable[[Any], None]
 Send = Callable[[bytes], None]
+NOTHING = zmq.Again()
+"""Raised by every empty socket: libzmq is asked for its text once."""
 
 
 class Socket:
@@ -48,7 +48,7 @@ class Socket:
     def recv_multipart(self, _flags: int = 0) -> list[bytes]:
         """Return the next frame that has arrived."""
         if not self.inbox:
-            raise zmq.Again
+            raise NOTHING.with_traceback(None)
         return [self.inbox.popleft()]
 
     def close(self, linger: int = 0) -> None:

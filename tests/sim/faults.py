@@ -95,7 +95,7 @@ class Faults:
         world = self._world
         if world.calm:
             return
-        waits = tier.up and tier.statistics().figures["lookups_waiting"] > 0
+        waits = tier.up and tier.core.view.waiting_count > 0
         if tries and not waits:
             world.later(1, lambda: self._kill_asking(tier, tries - 1))
             return

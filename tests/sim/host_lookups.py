@@ -6,7 +6,7 @@ the lower tiers are as good as those that are here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,9 +96,14 @@ class HostLookups:
         """Remember what is here of a lookup that comes."""
         engine = self._engine(connection)
         question = Question.of(lookup, engine.groups, engine.boundary_tokens)
-        here, wanted = self._here(engine), frozenset(unpack_hashes(lookup.hashes))
-        below = self._below(engine) & wanted if self._tier.world.is_resting else frozenset()
-        had = Had({name: slot for name, slot in here.items() if name in wanted}, below)
+        wanted, own = frozenset(chain.from_iterable(question.names)), _digests(engine)
+        here = {
+            block.hash: slot
+            for slot, block in self._blocks().items()
+            if block.hash in wanted and block.namespace in own
+        }
+        below = self._below(own) & wanted if self._tier.world.is_resting else frozenset()
+        had = Had(here, below)
         self._open[connection, lookup.lookup] = question, had
 
     def answered(self, connection: bytes, found: Found) -> None:
@@ -112,8 +117,12 @@ class HostLookups:
         if found.reason in REFUSALS:
             return
         if not self._tier.world.is_resting or found.reason in NOT_BROUGHT:
-            stayed = frozenset(had.here.items() & self._here(engine).items())
-            expected = frozenset(name for name, _ in stayed)
+            own = _digests(engine)
+            stayed = ((name, blocks.get(slot)) for name, slot in had.here.items())
+            expected = frozenset(
+                name for name, block in stayed
+                if block is not None and block.hash == name and block.namespace in own
+            )  # fmt: skip
         else:
             self._tier.world.marks["lookup at rest"] += 1
             expected = had.below.union(had.here)
@@ -128,16 +137,11 @@ class HostLookups:
     def _blocks(self) -> Mapping[int, Block]:
         return self._tier.core.view.blocks()
 
-    def _here(self, engine: EngineNode) -> Mapping[SequenceHash, int]:
-        """Return the blocks that are here in a namespace of the engine, and their slots."""
-        blocks = self._blocks()
-        own = _own(engine, blocks.values())
-        return {block.hash: slot for slot, block in blocks.items() if block.hash in own}
-
-    def _below(self, engine: EngineNode) -> frozenset[SequenceHash]:
-        """Return the blocks that the lower tiers have in a namespace of the engine."""
+    def _below(self, own: Collection[bytes]) -> frozenset[SequenceHash]:
+        """Return the blocks that the lower tiers have in some namespaces."""
         tables = [lower.core.inventory.table for lower in self._tier.host.lower]
-        return _own(engine, chain.from_iterable(table.blocks() for table in tables))
+        blocks = chain.from_iterable(table.blocks() for table in tables)
+        return frozenset(block.hash for block in blocks if block.namespace in own)
 
     def forget(self) -> None:
         """Forget the open lookups: their engines have left, and get no answer."""
@@ -149,6 +153,5 @@ class HostLookups:
         require(not numbers, f"{self._tier.name} has not answered lookups {numbers}")
 
 
-def _own(engine: EngineNode, blocks: Iterable[Block]) -> frozenset[SequenceHash]:
-    own = {namespace.digest for namespace in engine.namespaces}
-    return frozenset(block.hash for block in blocks if block.namespace in own)
+def _digests(engine: EngineNode) -> frozenset[bytes]:
+    return frozenset(namespace.digest for namespace in engine.namespaces)

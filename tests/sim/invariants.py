@@ -33,15 +33,16 @@ class Announced:
         self._position: dict[str, tuple[int, int]] = {}
 
     def aged(self, source: str, epoch: int, seq: int) -> None:
-        """Expect the events of a source to go on behind this number."""
+        """Expect the events of a source to go on after this number."""
         self._position[source] = epoch, seq
 
     def take(self, event: Event) -> None:
         """Check an event: epochs only grow and begin with `cleared`; numbers have no hole."""
         epoch, seq = self._position.get(event.source, (0, 0))
         fresh = event.epoch > epoch and event.seq == 1 and isinstance(event, Cleared)
-        text = f"{event.source} published {event.epoch}/{event.seq} after {epoch}/{seq}"
-        require(fresh or (event.epoch, event.seq) == (epoch, seq + 1), text)
+        if not fresh and (event.epoch, event.seq) != (epoch, seq + 1):
+            text = f"{event.source} published {event.epoch}/{event.seq} after {epoch}/{seq}"
+            raise Violation(text)
         self._position[event.source] = (event.epoch, event.seq)
 
 
@@ -78,11 +79,13 @@ def check_stored(
         return
     for run in event.runs:
         for text in run.hashes:
-            name = SequenceHash(bytes.fromhex(text))
             if text in gone:
                 continue
-            require(name in found, f"{event.source} announced {text} before its commit")
-            require(len(found[name]) == part_count, f"{text} has {len(found[name])} parts")
+            cells = found.get(SequenceHash(bytes.fromhex(text)))
+            if cells is None:
+                raise Violation(f"{event.source} announced {text} before its commit")
+            if len(cells) != part_count:
+                raise Violation(f"{text} has {len(cells)} parts")
     check_contents(found, event.source)
 
 
@@ -90,16 +93,16 @@ def check_sums(blocks: Iterable[Block], part_count: int, where: str) -> None:
     """Require of each committed block the checksum of its name's content: a wrong one would make
     good bytes look bad, or bad ones good."""
     for block in blocks:
-        good = block.checksum == right_checksum(block.hash, part_count)
-        require(good, f"{where} has a wrong checksum of {block.hash.hex()}")
+        if block.checksum != right_checksum(block.hash, part_count):
+            raise Violation(f"{where} has a wrong checksum of {block.hash.hex()}")
 
 
 def check_found(blocks: Iterable[Block], namespaces: Iterable[Namespace], where: str) -> None:
     """Require of the blocks that an engine is given slots of that they are in its namespaces."""
     digests = {namespace.digest for namespace in namespaces}
     for block in blocks:
-        own = block.namespace in digests
-        require(own, f"{where} is given {block.hash.hex()} of another namespace")
+        if block.namespace not in digests:
+            raise Violation(f"{where} is given {block.hash.hex()} of another namespace")
 
 
 def check_denied(
@@ -121,7 +124,8 @@ def check_corrupt(seen: Iterable[bytes]) -> None:
     """Require that a checksum finds only what the world has rotted: our own mistakes are no
     accidents."""
     for content in seen:
-        require(content.startswith(ROT), f"a checksum was needed against {content!r}")
+        if not content.startswith(ROT):
+            raise Violation(f"a checksum was needed against {content!r}")
 
 
 def check_corrupt_block(name: SequenceHash, cells: Sequence[bytes]) -> None:

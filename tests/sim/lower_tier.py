@@ -88,7 +88,7 @@ class LowerTier(Service):
         """Write a part of a shorter journal."""
 
     def stop(self) -> None:
-        """End in order: reads and writes fly on while it says good-bye."""
+        """End in order: reads and writes go on while it says good-bye."""
         self.carry_out(self.core.stop())
         self.later(self.world.rng.uniform(0, 1_000), self.leave)
 

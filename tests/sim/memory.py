@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -55,19 +56,18 @@ def units_of(block_bytes: int) -> int:
     return rounded_up(block_bytes) // UNIT_BYTES
 
 
-def spread(content: bytes, units: int) -> list[bytes]:
+@functools.lru_cache(maxsize=CACHED_MAX)
+def spread(content: bytes, units: int) -> tuple[bytes, ...]:
     """Return the cells that hold a part of a block: one for each unit of the block."""
-    return [content, *(content + b"#%d" % unit for unit in range(1, units))]
+    return (content, *(content + b"#%d" % unit for unit in range(1, units)))
 
 
 def joined(cells: Sequence[bytes]) -> bytes:
     """Return what the cells of a part hold together: what was spread over them, if all have it."""
-    if len(cells) == 1:
-        return cells[0]
-    for cell in cells:
-        if cell.startswith(ROT):
-            return cell
-    return cells[0] if spread(cells[0], len(cells)) == list(cells) else b"|".join(cells)
+    first = cells[0]
+    if len(cells) == 1 or spread(first, len(cells)) == tuple(cells):
+        return first
+    return next((cell for cell in cells if cell.startswith(ROT)), b"|".join(cells))
 
 
 class Memory:
@@ -79,8 +79,9 @@ class Memory:
 
     def garbage(self) -> bytes:
         """Return bytes that are like no others."""
-        self._world.marks["garbage"] += 1
-        return b"garbage %d" % self._world.marks["garbage"]
+        marks = self._world.marks
+        number = marks["garbage"] = marks["garbage"] + 1
+        return b"garbage %d" % number
 
     def whole(self, place: int, units: int = 1) -> Cells:
         """Return the cells of a block that begins at a place."""
@@ -96,13 +97,18 @@ class Memory:
 
     def content(self, place: int, units: int = 1) -> tuple[bytes, ...]:
         """Return what such a block holds, part by part."""
+        parts = self.parts
+        found = self.cells[place * parts : (place + units) * parts]
         if units == 1:
-            return tuple(self.cells[place * self.parts : (place + 1) * self.parts])
-        parts = (self.part(place, part, units) for part in range(self.parts))
-        return tuple(joined([self.cells[cell] for cell in part]) for part in parts)
+            return tuple(found)
+        return tuple([joined(found[part::parts]) for part in range(parts)])
 
     def put(self, place: int, contents: Sequence[bytes], units: int = 1) -> None:
         """Overwrite a block at once."""
+        if units == 1:
+            first = place * self.parts
+            self.cells[first : first + len(contents)] = contents
+            return
         for part, content in enumerate(contents):
             cells = self.part(place, part, units)
             for cell, piece in zip(cells, spread(content, units), strict=True):
@@ -145,14 +151,22 @@ def copy(mover: Mover, source: Place, target: Place, duration_ms: float) -> None
     A group is of one part where one side has a cell for all of it: a device block is one cell.
     """
     (read, sources), (write, targets) = source, target
+    world = mover.world
+    # After weeks a float has steps of some 10^-7 ms: an end may be rounded up to the copy's own.
+    last_ms = math.nextafter(world.now + duration_ms, 0)
     for one, other in zip(sources, targets, strict=True):
-        begin_ms = mover.world.rng.uniform(0, duration_ms)
+        begin_ms = world.rng.uniform(0, duration_ms)
         left_ms = duration_ms - begin_ms
-        mover.later(begin_ms, partial(_copy_cells, mover, (read, one), (write, other), left_ms))
+        cells = partial(_copy_cells, mover, (read, one), (write, other), left_ms, last_ms)
+        mover.later(max(0, min(begin_ms, last_ms - world.now)), cells)
 
 
 def _copy_cells(
-    mover: Mover, source: tuple[Memory, Cells], target: tuple[Memory, Cells], left_ms: float
+    mover: Mover,
+    source: tuple[Memory, Cells],
+    target: tuple[Memory, Cells],
+    left_ms: float,
+    last_ms: float,
 ) -> None:
     (read, one), (write, other) = source, target
     seen = [read.cells[cell] for cell in one]
@@ -160,12 +174,13 @@ def _copy_cells(
         write.cells[cell] = write.garbage()
 
     def end() -> None:
-        found = [read.cells[cell] for cell in one]
-        before = seen
+        found: Sequence[bytes] = [read.cells[cell] for cell in one]
+        before: Sequence[bytes] = seen
         if len(one) != len(other):
             found, before = (spread(joined(cells), len(other)) for cells in (found, seen))
         for was, cell, content in zip(before, other, found, strict=True):
             is_whole = content == was or content.startswith(ROT)
             write.cells[cell] = content if is_whole else write.garbage()
 
-    mover.later(mover.world.rng.uniform(0, left_ms), end)
+    world = mover.world
+    mover.later(max(0, min(world.rng.uniform(0, left_ms), last_ms - world.now)), end)

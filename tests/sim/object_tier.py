@@ -25,7 +25,7 @@ from kvbm_disk_tier.objects.core.core import ObjectTierCore
 from kvbm_disk_tier.objects.core.ranges import Place, Progress, Ranges
 
 from tests.sim import invariants
-from tests.sim.bucket import NAMES, block_of, name_of
+from tests.sim.bucket import NAMES, block_of, name_of, range_of
 from tests.sim.bus import Bus
 from tests.sim.cluster import Cluster, Host
 from tests.sim.lower_tier import LowerTier
@@ -258,8 +258,7 @@ class ObjectTier(LowerTier):
             return
 
         def in_range(name: str) -> bool:
-            block = block_of(name)
-            return block is not None and progress.ranges.of(block.hash) == place.number
+            return range_of(name, progress.ranges.digits) == place.number
 
         entries = self.bucket.listed(place.after, PAGE_MAX, in_range)
         found = [(block_of(name), age_ms) for name, age_ms in entries if name not in self._lately]

@@ -22,7 +22,7 @@ class Request:
     """Of each KV group, those of the full blocks."""
     since_ms: float
     tables: list[list[int]] = field(default_factory=list)
-    """The device blocks of each group; NOWHERE: behind a window."""
+    """The device blocks of each group; NOWHERE: after a window."""
     local: int = 0
     """Tokens that the device's cache had."""
     computed: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,3 +26,9 @@ class Plant:
     found_as: str
     plan: Mapping[str, Any] = field(default_factory=dict)
     """What the world must do often, or the mistake seldom shows."""
+    seed: int | None = None
+    """One that has shown a mistake which few show: it is tried before all others."""
+
+    def seeds(self, others: Iterable[int]) -> list[int]:
+        """Return the seeds in which the mistake is looked for, in order."""
+        return [*others] if self.seed is None else [self.seed, *others]

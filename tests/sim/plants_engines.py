@@ -38,7 +38,7 @@ def pull_a_duplicate_offer(patch: pytest.MonkeyPatch) -> None:
     offered = Offload.offered
 
     def planted(offload: Offload, offer: Offer, now_ms: int) -> None:
-        offload._asked.clear()
+        offload._asked_to_confirm.clear()
         offered(offload, offer, now_ms)
 
     patch.setattr(Offload, "offered", planted)

@@ -9,7 +9,7 @@ import pytest
 from kvbm_common.identity import HASH_BYTES, SequenceHash
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.parts import grid_of
-from kvbm_common.tier.tenant_slots import TenantSlots
+from kvbm_common.tier.slot_tenants import SlotTenants
 from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_connectors.core.core import ConnectorCore
@@ -67,12 +67,12 @@ def serve_another_namespace(patch: pytest.MonkeyPatch) -> None:
 
 def keep_counting_for_a_tenant(patch: pytest.MonkeyPatch) -> None:
     """A block that leaves still counts for its tenant."""
-    take_back = TenantSlots._take_back
+    take_back = SlotTenants._take_back
 
-    def planted(table: TenantSlots, slot: int, block: Block) -> None:
+    def planted(table: SlotTenants, slot: int, block: Block) -> None:
         take_back(table, slot, msgspec.structs.replace(block, bytes=0))
 
-    patch.setattr(TenantSlots, "_take_back", planted)
+    patch.setattr(SlotTenants, "_take_back", planted)
 
 
 def pin_a_session_on(patch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def take_a_bye_for_a_replacement(patch: pytest.MonkeyPatch) -> None:
 def leave_with_loads(patch: pytest.MonkeyPatch) -> None:
     """An engine goes to another host tier at once, whatever is under way."""
     view = vars(ConnectorCore)["view"].fget
-    planted = property(lambda core: replace(view(core), may_leave=True))
+    planted = property(lambda core: view(core)._replace(may_leave=True))
     patch.setattr(ConnectorCore, "view", planted)
 
 

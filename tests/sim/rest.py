@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from kvbm_common.identity import SequenceHash, hash_from_hex
 from kvbm_common.wire.events import Removed, Stored
-from kvbm_common.wire.verbs import DumpRequest, SnapshotReply
+from kvbm_common.wire.index_verbs import DumpRequest
+from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.router_stream import short_hash
 
 from tests.sim.bucket import block_of, name_of
@@ -78,7 +79,7 @@ def _check_map(tiers: list[HostTier]) -> None:
 def _check_consolidator(engine: EngineNode, world: World) -> None:
     """Batches that nothing can replay are lost, and only those."""
     core = engine.host.consolidator.core
-    snapshot = core.snapshot(engine.name_alone)
+    snapshot = engine.host.consolidator.snapshot(engine.name_alone)
     _check_groups(engine, snapshot)
     held = _blocks_of(snapshot)
     names = set(engine.pool.names())
@@ -120,7 +121,7 @@ def _check_consolidated(engine: EngineNode) -> None:
         for namespace in engine.namespaces:
             shared |= _blocks_of(truth, namespace=namespace.digest.hex())
     # Ranks of the simulation are those of one model, not of several: there is one stream.
-    wanted = shared | _blocks_of(node.core.snapshot(engine.name_alone))
+    wanted = shared | _blocks_of(node.snapshot(engine.name_alone))
     said = node.readers[engine.name_alone].blocks()
     differing = sorted(name.hex() for name in said ^ wanted)
     require(not differing, f"{engine.name}: consolidated differs by {differing}")
@@ -151,7 +152,7 @@ def _check_lower_tier(node: LowerTier, *, arenas: bool) -> None:
     core = node.core
     counts = core.inventory.table.counts()
     # Writes out of an arena that is not cut yet wait until it is.
-    busy = len(core.writes.flying.by_id) + len(core.reads.flying) + core.reads.waiting_count
+    busy = len(core.writes.in_flight.by_id) + len(core.reads.in_flight) + core.reads.waiting_count
     require(core.view.idle() or not (arenas or busy), f"{node.name} is not idle")
     require(counts["active"] == 0, f"pinned slots left in {node.name}: {counts}")
     require(counts["staged"] == 0, f"staged slots left in {node.name}: {counts}")

@@ -75,7 +75,7 @@ class Stream:
             self.first += 1
             del self.log[0]
         for subscription in self._subscriptions:
-            if subscription.wanted(event):
+            if not subscription.is_awake and subscription.wanted(event):
                 subscription.wake()
 
 
@@ -149,7 +149,8 @@ class Subscription:
         self.wanted, self._take = wanted, take
         self.position, self.life = position, stream.life
         """How many events were read, of this life of the stream."""
-        self._scheduled = False
+        self.is_awake = False
+        """It reads soon."""
         self.lost: Callable[[], None] = lambda: None
 
     @property
@@ -159,13 +160,13 @@ class Subscription:
 
     def wake(self) -> None:
         """There may be something to read."""
-        if not self._scheduled and self.alive:
-            self._scheduled = True
+        if not self.is_awake and self.alive:
+            self.is_awake = True
             world = self._stream.world
             self._node.later(world.delay(world.plan.delay_ms), self._read)
 
     def _read(self) -> None:
-        self._scheduled = False
+        self.is_awake = False
         stream = self._stream
         if not stream.world.bus_up:
             return

@@ -108,7 +108,7 @@ def test_seeds_run_in_a_process_of_their_own() -> None:
 
 
 def test_a_process_that_dies_is_the_failure_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a crash is found, and the seeds behind it are run all the same."""
+    """Goal: a crash is found, and the seeds after it are run all the same."""
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     outcomes = list(run_elsewhere(3, 2))
     assert [one.seed for one in outcomes] == [3, 4]

@@ -120,8 +120,8 @@ class VllmEngine(EngineNode):
             self.world, self, self.pool, self.side, self.block_tokens, len(self.shape)
         )
         self.side.evict = self._evict
-        self._flying_max = 2 if plan.overlapped else 1
-        self._flying: deque[Step] = deque()
+        self._in_flight_max = 2 if plan.overlapped else 1
+        self._in_flight: deque[Step] = deque()
         self._ended: list[list[LoadResult]] = [[] for _ in self.workers]
 
     def offer_ended(self, ended: OfferEnded) -> None:
@@ -165,7 +165,7 @@ class VllmEngine(EngineNode):
             loading = [r for r in requests if r.status is Status.LOADING]
             scheduler.abort(rng.choice(loading or requests))  # They are few, and never long.
             self.poke()
-        if self._flying and not self.world.plan.overlapped:
+        if self._in_flight and not self.world.plan.overlapped:
             return  # Aborts are all that vLLM takes while its only step is computed.
         if scheduler.running and rng.random() < 0.1:
             scheduler.preempt(scheduler.running[-1])
@@ -186,11 +186,11 @@ class VllmEngine(EngineNode):
 
     def work(self) -> None:
         """Schedule as many steps as may be in flight."""
-        while self.scheduler.has_work and len(self._flying) < self._flying_max:
+        while self.scheduler.has_work and len(self._in_flight) < self._in_flight_max:
             step = self.scheduler.schedule()
             self._note(step)
-            self._flying.append(step)
-            if len(self._flying) == 1:
+            self._in_flight.append(step)
+            if len(self._in_flight) == 1:
                 self._compute(step)
             else:
                 self.world.marks["vllm steps overlap"] += bool(step.parts)
@@ -265,13 +265,13 @@ class VllmEngine(EngineNode):
             self.check_block(part.request.names[index], part.blocks[index], where)
 
     def _output(self, step: Step) -> None:
-        assert self._flying.popleft() is step
+        assert self._in_flight.popleft() is step
         for request in self.scheduler.update(step):
             self.finished += 1
             took_ms = self.world.awake_ms - request.since_ms
             invariants.check_request_time(took_ms, REQUEST_MS_MAX)
-        if self._flying:
-            self._compute(self._flying[0])
+        if self._in_flight:
+            self._compute(self._in_flight[0])
         if step.parts or step.plan.sent or self._has_loaded(step):
             self.later(0, self.step)  # As vLLM does; without news it looks at its next tick.
 
@@ -284,4 +284,4 @@ class VllmEngine(EngineNode):
         left = sorted(self.scheduler.requests)
         invariants.require(not left, f"{self.name} has not finished {left}")
         invariants.require(self.side.idle, f"{self.name}: the scheduler side follows requests")
-        invariants.require(not self._flying, f"{self.name}: a step has no end")
+        invariants.require(not self._in_flight, f"{self.name}: a step has no end")

@@ -30,8 +30,9 @@ class Worker:
 
     def __init__(self, engine: EngineNode, rank: int, share: Share) -> None:
         self._engine, self._world, self.rank, self.share = engine, engine.world, rank, share
-        blocks, parts = engine.world.plan.device_blocks, len(share.parts)
-        self.device = Memory(engine.world, blocks, parts=parts)
+        self.parts = share.parts
+        """The parts that it holds, in their order."""
+        self.device = Memory(engine.world, engine.world.plan.device_blocks, parts=len(self.parts))
         self._welcome: Welcome | None = None
         self._attached = 0
         """The epoch of the arena that can be read."""
@@ -77,7 +78,7 @@ class Worker:
     # --- loads ------------------------------------------------------------------------------
 
     def start(self, load: Load, ended: Ended) -> None:
-        """Pull the blocks of a load; `ended` is called once, when nothing flies any more."""
+        """Pull the blocks of a load; `ended` is called once, when nothing is in flight any more."""
         self.loading += 1
         self._begin(load, ended)
 
@@ -108,7 +109,7 @@ class Worker:
     def _pull(self, load: Load, ended: Ended) -> None:
         arena = self._engine.cluster.arenas[load.epoch]
         duration_ms = self._world.transfer_ms("load")
-        units, held = self._engine.units, self.share.parts
+        units, held = self._engine.units, self.parts
         slots = (arena, arena.some(load.slots, held, units))
         blocks = (self.device, self.device.some(load.blocks, range(len(held))))
         copy(self._engine, slots, blocks, duration_ms)
@@ -130,14 +131,14 @@ class Worker:
 
     def held(self, block: int) -> Iterable[tuple[int, bytes]]:
         """Return the parts of a device block, each with its content."""
-        return zip(self.share.parts, self.device.content(block), strict=True)
+        return zip(self.parts, self.device.content(block), strict=True)
 
     def _wrong(self, load: Load, index: int) -> list[bytes]:
         """Return this rank's parts that have not the checksum of when they were offloaded."""
         if not (self._world.plan.verified and self.verifies(self.rank)):
             return []
         sums = unpack_sums(load.checksums[index])
-        self._world.marks["part verified"] += len(self.share.parts)
+        self._world.marks["part verified"] += len(self.parts)
         self._world.marks["part verified by another rank"] += self.rank > 0
         return [
             content

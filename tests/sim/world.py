@@ -125,7 +125,8 @@ class World:
         queue = self._queue
         while queue and queue[0][0] <= end_ms:
             due, _, call, node, life = heappop(queue)
-            self.now = max(self.now, due)
+            if due > self.now:
+                self.now = due
             if node is None or (node.up and node.life == life):
                 call()
         self.now = end_ms
@@ -176,8 +177,8 @@ class World:
 
     def queue(self, source: str, target: str) -> float:
         """How long a message takes now: it does not overtake those before it."""
-        at = self.now + self.delay(self.plan.delay_ms)
-        at = self._arrivals[source, target] = max(self._arrivals.get((source, target), 0.0), at)
+        way, at = (source, target), self.now + self.delay(self.plan.delay_ms)
+        at = self._arrivals[way] = max(self._arrivals.get(way, 0.0), at)
         return at - self.now
 
 
@@ -228,9 +229,12 @@ class Node:
     def every(self, period_ms: float, call: Call) -> None:
         """Call again and again in this life; not quite in step with others."""
 
+        world, chance = self.world, self.world.rng.random
+
         def again() -> None:
             call()
-            self.later(period_ms * self.world.pace * self.world.rng.uniform(0.8, 1.2), again)
+            # As uniform(0.8, 1.2), in half its time.
+            world.later(period_ms * world.pace * (0.8 + (1.2 - 0.8) * chance()), again, self)
 
         self.later(period_ms * self.world.rng.random(), again)
 

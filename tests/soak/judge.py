@@ -1,8 +1,9 @@
 """The verdict of a soak: what may not grow, by how much it may seem to, and what must stay alike.
 
 Growth is a slope over the engines that have come: the median of the slopes of all pairs of samples
-(Theil-Sen). A pair is of one life of a process, so a restart hides nothing, and a single sample
-decides nothing. The slope times all engines of the judged time is the growth.
+(Theil-Sen), so that a single sample decides nothing. Each life of a process is judged for itself:
+its slope times the engines that it has met. Their sum is the growth: a restart hides nothing, and
+what a new life fills counts once, not as if every life had filled it all the time.
 """
 
 from __future__ import annotations
@@ -89,27 +90,38 @@ def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float
     The first `settle_s` of each life are left out. What fills grows ever slower, and what leaks
     does not: of the paces of all samples and of their later half, the smaller counts.
     """
-    births: dict[int, float] = {}
+    lives: dict[int, list[Point]] = {}
     for point in points:
-        births.setdefault(point.life, point.at_s)
-    judged = [
-        point
-        for point in points
-        if point.at_s >= after_s and point.at_s >= births[point.life] + settle_s * bool(point.life)
+        lives.setdefault(point.life, []).append(point)
+    grown = [
+        growth_of_life(
+            [
+                point
+                for point in life
+                if point.at_s >= max(after_s, life[0].at_s + settle_s * bool(number))
+            ]
+        )
+        for number, life in lives.items()
     ]
+    known = [one for one in grown if one is not None]
+    return sum(known) if known else None
+
+
+def growth_of_life(judged: Sequence[Point]) -> float | None:
+    """Return by how much a series has grown in one life; None: there are too few samples."""
     whole, late = slope(judged), slope(judged[len(judged) // 2 :])
     if whole is None:
         return None
     pace = whole if late is None else min(whole, late)
-    return pace * (max(p.engines for p in judged) - min(p.engines for p in judged))
+    return pace * (judged[-1].engines - judged[0].engines)
 
 
 def slope(points: Sequence[Point]) -> float | None:
-    """Return the median slope over engines of all pairs of one life; None: there are too few."""
+    """Return the median slope over engines of all pairs; None: there are too few."""
     slopes = [
         (b.value - a.value) / (b.engines - a.engines)
         for a, b in combinations(points, 2)
-        if a.life == b.life and a.engines < b.engines
+        if a.engines < b.engines
     ]
     return median(slopes) if len(slopes) >= PAIRS_MIN else None
 
@@ -125,7 +137,7 @@ def judge(
 ) -> Finding | None:
     """Compare the growth of one series with its bound; None: too little was seen of it.
 
-    What leaks at a fault is flat in the quiet time behind it, which would hide it: with
+    What leaks at a fault is flat in the quiet time after it, which would hide it: with
     `faults_end_s` the growth until then counts where it is larger.
     """
     spans = [points]

@@ -47,9 +47,9 @@ def test_what_fills_is_no_growth() -> None:
 
 
 def test_what_a_fault_leaks_is_growth_though_quiet_time_follows() -> None:
-    """Five reconnections leak a descriptor each; the next life meets none, and is flat."""
+    """Five reconnections leak a descriptor each; then there are none, and all is flat."""
     busy = points([14.0 + min(at // 16, 5) for at in range(100)], life=1)
-    calm = points([14.0] * 100, life=2, first=100)
+    calm = points([19.0] * 100, life=1, first=100)
     bound = Bound(2.5)
 
     def found(faults_end_s: float | None) -> bool:
@@ -82,6 +82,14 @@ def test_what_a_start_takes_is_no_growth() -> None:
     lives = [points([min(at, 5) * 100.0 for at in range(50)], life=life, first=50 * life)
              for life in range(1, 5)]  # fmt: skip
     assert not judged([point for life in lives for point in life]).is_red
+
+
+def test_what_a_new_life_fills_counts_once() -> None:
+    """A life that is killed late fills again what the one before it held, and no more than that."""
+    before = points([100.0] * 30, life=1)
+    after = points([2.0 * at for at in range(50)], life=2, first=30)
+    assert judged(before + after, Bound(100.0)).growth <= 100
+    assert not judged(before + after, Bound(100.0)).is_red
 
 
 def test_a_bound_may_allow_something_for_each_engine() -> None:

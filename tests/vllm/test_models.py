@@ -83,7 +83,7 @@ def test_what_cannot_be_cached_passes_through(
 ) -> None:
     """Goal: what is not supported costs nothing but the caching, and the log says why.
 
-    vLLM's latent attention on CPU cannot begin behind a prefix: it answers wrongly when made to.
+    vLLM's latent attention on CPU cannot begin after a prefix: it answers wrongly when made to.
     """
     model = make_model(tmp_path / "model", kind)
     log = log_dir / f"{kind}.log"

@@ -34,6 +34,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 LENGTHS = (300, 400, 500)
 
 
+def test_the_environment_shares_no_file_with_another() -> None:
+    """A file of two environments would change in both when one gets another version's Python."""
+    packages = VLLM_PYTHON.parent.parent / "lib"
+    found = list(packages.glob("python3.*/site-packages/vllm/v1/**/*.py"))
+    assert found
+    assert [path for path in found if path.stat().st_nlink > 1] == []
+
+
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LiveStack]:
     with live_stack({"cpu_cache_gb": 0.05, "scrub_cpu_percent": 0}) as running:
@@ -45,6 +53,7 @@ SINCE = {
     "kv_hints": 31, "kv_tp_replicas": 31, "num_prefill_lookahead_tokens": 31,
     "prefix_replay_tokens": 31,
     "cache_hit_source": 32,
+    "unregister_kv_caches": 33,
 }  # fmt: skip
 """The first minor version with each name that older ones lack, as `vllm/versions.py` says."""
 

@@ -48,6 +48,7 @@ def main() -> None:
         "num_prefill_lookahead_tokens": has_field(VllmConfig, "num_prefill_lookahead_tokens"),
         "prefix_replay_tokens": has_field(interface.KVCacheSpec, "prefix_replay_tokens"),
         "cache_hit_source": has_module("vllm.v1.metrics.cache_hit_source"),
+        "unregister_kv_caches": hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"),
     }
     json.dump(found, ours)
     ours.flush()

@@ -53,7 +53,7 @@ class Brought:
 
     sums: list[int] | None
     begun: float
-    """When the bytes began to move, on the clock of `time.perf_counter`."""
+    """The time at which the bytes began to move, on the clock of `time.perf_counter`."""
     seconds: float
 
 
@@ -62,7 +62,7 @@ class ArenaReader(Protocol):
 
     name: str
     chunk_bytes: int
-    """How much a read shall move: the caller cuts a load into so many."""
+    """Bytes that one read shall move, at most: the caller cuts a load into parts of this size."""
 
     def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
         """Copy block by block, out of the slots. The future fails with a TransferError; unless that

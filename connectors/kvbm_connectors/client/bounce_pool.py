@@ -54,7 +54,7 @@ class BouncePool:
         self._waiting: deque[_Waiting] = deque()
         self._lost = 0
         self._is_registered = False
-        """Whether the buffers are registered, or about to be."""
+        """True if the buffers are registered, or about to be."""
         self._is_serving = self._serve_again = False
 
     @property

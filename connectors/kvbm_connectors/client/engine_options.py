@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbm_common.config.declarations import settings_by_name
 from kvbm_common.config.settings import Settings
+from kvbm_common.errors import ConfigError
 
 from kvbm_connectors.core.messages import ConnectorLimits
 
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 VERIFY_SAMPLE = 16
 """`sampled` verifies one load in so many: a wrong arena is noticed soon."""
 VERIFY_EVERY = {"always": 1, "sampled": VERIFY_SAMPLE, "never": 0}
+PLAIN_RESETS = ("auto", "forget", "keep")
+"""The choices of `plain_reset`, for an engine that empties its own cache alone: forget all that was
+stored, keep it, or `auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,19 @@ def settings_of(
         elif key not in others:
             log.warning("%s.%s is not a setting", where, key)
     return Settings.load(environ, overrides)
+
+
+def one_of(accepted: Sequence[str], extra: Mapping[str, Any], name: str, *, where: str) -> str:
+    """Return an option's value, or the first accepted one. Raises ConfigError for another one."""
+    if (value := extra.get(name, accepted[0])) not in accepted:
+        raise ConfigError(f"{where}.{name}", value, f"{', '.join(accepted[:-1])} or {accepted[-1]}")
+    return str(value)
+
+
+def forgets(choice: str, *, pushed: bool) -> bool:
+    """Return what a choice of `PLAIN_RESETS` means in an engine whose weights are `pushed` while it
+    runs, or not."""
+    return pushed if choice == "auto" else choice == "forget"
 
 
 def log_beside(engine_logger: str, *, level: int | None = None) -> None:

@@ -16,6 +16,8 @@ from kvbm_connectors.client.arena_access import CALL_DEADLINE_S
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu
 
+MakeGpu = Callable[[], "Gpu"]
+
 _limiter = OncePerKind(logging.getLogger(__name__))
 
 
@@ -72,12 +74,6 @@ def needs_owner(agent: bytes) -> bool:
 def _reach(region: Region) -> int:
     """Return the bytes up to the last piece: regions may be interleaved to a storage's end."""
     return region.stride * (region.blocks - 1) + region.piece_bytes
-
-
-if TYPE_CHECKING:
-    from kvbm_common.cuda.reading import Gpu
-
-MakeGpu = Callable[[], "Gpu"]
 
 
 def gpu_maker(device: Any) -> MakeGpu:

@@ -25,7 +25,8 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.codec import SOCKET_BYTES_MAX, MsgpackCodec, WireError
-from kvbm_common.wire.local import Alive, Attached, Moved, Refused, Welcome
+from kvbm_common.wire.consolidator import Attached
+from kvbm_common.wire.local import Alive, Moved, Refused, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ SILENCE_BEATS = 3
 are counted, not seconds: an engine whose threads had to wait has sent no beat."""
 GREET_EVERY_MS = 250
 REFUSED_GREET_EVERY_MS = 5_000
-"""How often a refused link greets: an operator has to act first."""
+"""The pause between two greetings of a refused link: an operator has to act first."""
 SOCKET_HWM = 10_000
 LINGER_MS = 200
 
@@ -100,7 +101,7 @@ class Link:
     """Held by the thread that uses the socket, for one call of it or a few."""
     socket: zmq.Socket[bytes] | None = None
     has_sent: bool = False
-    """Whether something was sent since the last look for news."""
+    """True if something was sent since the last look for news."""
     next_greet_ms: int = 0
     next_beat_ms: int = 0
     unanswered: int = 0
@@ -110,12 +111,13 @@ class Link:
     heard_ms: int = 0
     opened_ms: int = 0
     has_keys: bool = True
-    """Whether the keys could be read; if not, the socket is not connected."""
+    """True if the keys could be read; if not, the socket is not connected."""
     shards: int = 0
     """The version of the shard map that names `endpoint`; 0: it is our own endpoint."""
     home: str = ""
     moved: Moved | None = None
-    """Where to go, when nothing is under way."""
+    """The message that names the endpoint to go to once nothing is under way; None: none has
+    come."""
 
     def __post_init__(self) -> None:
         self.home = self.endpoint
@@ -212,7 +214,7 @@ class Link:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the link has nothing to send before its next beat."""
+        """Tell whether the link has nothing to send before its next beat."""
         return self.state is LinkState.UP and not self.outbox
 
     def _greeting(self) -> Any:

@@ -25,8 +25,8 @@ QUEUE_MAX = 10_000
 """Messages to a service that does not take them: about a minute of a busy engine."""
 POLL_MS_MAX = 100
 USING_S_MAX = 0.001
-"""How long an engine thread waits for a socket: this one uses it for some µs, mostly to find that
-no more has come."""
+"""The longest wait of an engine thread for a socket, in seconds. The link's thread uses one for
+some µs, mostly to find that no more has come."""
 
 
 class LinkThread:

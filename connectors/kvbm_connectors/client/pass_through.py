@@ -6,7 +6,8 @@ consolidator of its host, and beats; the consolidator lists it with its reason.
 
 from __future__ import annotations
 
-from kvbm_common.wire.local import Attach, Beat, Detach, from_consolidator, to_consolidator
+from kvbm_common.wire.consolidator import Attach, Detach, from_consolidator, to_consolidator
+from kvbm_common.wire.local import Beat
 
 from kvbm_connectors.client.link import Link
 from kvbm_connectors.client.link_thread import LinkThread

@@ -15,33 +15,35 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import msgspec
 import numpy as np
 from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun, indispensable
 from kvbm_common.tier.prefill_cost import PrefillCost
-from kvbm_common.wire.local import (
+from kvbm_common.wire.consolidator import (
     Attach,
     Attached,
+    Detach,
+    FromConsolidator,
+    from_consolidator,
+    to_consolidator,
+)
+from kvbm_common.wire.local import (
     Beat,
     Bye,
-    Detach,
     Found,
-    FromConsolidator,
     FromHostTier,
     Hello,
     Moved,
     Pulled,
     Refused,
     Welcome,
-    from_consolidator,
     from_host_tier,
-    to_consolidator,
     to_host_tier,
 )
 from kvbm_common.wire.local_fields import Adapter
 from kvbm_common.wire.session_hint import Action
 
+from kvbm_connectors.client.described_streams import DescribedStreams
 from kvbm_connectors.client.link import Link, LinkState
 from kvbm_connectors.client.link_thread import LinkThread
 from kvbm_connectors.client.miss_filter_access import MissFilterAccess
@@ -96,11 +98,7 @@ class SchedulerHalf:
         self._faults: Counter[str] = Counter()
         """Calls that a broken invariant of the core has cost."""
         self._ended: deque[OfferEnded] = deque()
-        self._streams = list(streams)
-        """What each has been told last."""
-        self._followed = threading.Condition()
-        self._generations = {stream.rank: "" for stream in streams if stream.endpoint}
-        """What the consolidator has said last that it names each stream's blocks by."""
+        self._streams = DescribedStreams(streams)
         self._on_news = on_news
         self._filter = MissFilterAccess()
         self.welcome: Welcome | None = None
@@ -180,38 +178,34 @@ class SchedulerHalf:
 
     @property
     def attached(self) -> bool:
-        """Whether a host tier is attached."""
+        """Tell whether a host tier is attached."""
         return self.epoch != 0
 
     @property
     def streams_attached(self) -> bool:
-        """Whether the consolidator follows all our event streams."""
+        """Tell whether the consolidator follows all event streams of this engine."""
         followed = all(link.state is LinkState.UP for link in self._events)
         return followed and (self._view().takes_offers or not self._events)
 
     def describe(
-        self,
-        *,
-        generation: str | None = None,
-        adapters: Sequence[Adapter] | None = None,
-        passes_through: str | None = None,
-    ) -> None:
+        self, *, generation: str | None = None, generation_us: int | None = None,
+        adapters: Sequence[Adapter] | None = None, passes_through: str | None = None,
+    ) -> None:  # fmt: skip
         """Tell the consolidator by what the engine's blocks are named from now on, or why it
         computes without a cache."""
         listed = None if adapters is None else list(adapters)
-        said = {"generation": generation, "adapters": listed, "passes_through": passes_through}
-        changes = {name: value for name, value in said.items() if value is not None}
+        self._streams.describe(
+            generation=generation, generation_us=generation_us, adapters=listed,
+            passes_through=passes_through,
+        )  # fmt: skip
         for index, link in enumerate(self._events):
-            self._streams[index] = msgspec.structs.replace(self._streams[index], **changes)
             self._thread.say(link, self._streams[index])
 
     def wait_described(self, timeout_s: float) -> bool:
         """Wait until the consolidator has taken the generation in; False where it has not."""
-        wanted = {stream.rank: stream.generation for stream in self._streams if stream.endpoint}
         if not self.streams_attached:
-            return not wanted
-        with self._followed:
-            return self._followed.wait_for(lambda: self._generations == wanted, timeout_s)
+            return not self._streams.has_events
+        return self._streams.wait_taken(timeout_s)
 
     # --- what the engine calls --------------------------------------------------------------
 
@@ -360,10 +354,8 @@ class SchedulerHalf:
 
     def _from_consolidator(self, message: FromConsolidator) -> None:
         effects: list[Effect] = []
-        if isinstance(message, Attached) and message.rank in self._generations:
-            with self._followed:
-                self._generations[message.rank] = message.generation
-                self._followed.notify_all()
+        if isinstance(message, Attached):
+            self._streams.taken(message.rank, message.generation)
         with self._lock:
             match message:
                 case Attached(rank=rank) if rank == self._offers_through:

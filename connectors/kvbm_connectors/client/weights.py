@@ -88,7 +88,7 @@ class Look(Enum):
 
 Place = tuple[str, Look]
 Signature = Mapping[Place, tuple[int, ...]]
-"""What changes when a path is touched, or another file takes its place."""
+"""Values of each place: some change when a path is touched, or another file takes its place."""
 
 
 class UnreadableWeights(KvbmError):

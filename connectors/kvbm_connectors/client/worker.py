@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OFFER_MS = 5_000
-"""How long an offer lasts at most, by default."""
+"""The longest life of an offer by default, in milliseconds."""
 VERIFIES = {0: "never", 1: "always"}
-"""What the host tier lists of a worker that verifies one load in so many; else `sampled`."""
+"""`verify_every` → the word that the host tier lists for the worker; others: `sampled`."""
 
 
 class WorkerHalf:
@@ -158,7 +158,7 @@ class WorkerHalf:
 
     @property
     def expects_reads(self) -> bool:
-        """Whether the mover stands ready for the host tier now; for tests."""
+        """Tell whether the mover stands ready for the host tier now; for tests."""
         return self._mover.attends
 
     @property

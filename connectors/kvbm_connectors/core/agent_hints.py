@@ -41,7 +41,8 @@ class AgentHint:
     action: Action
     session: str
     at_end: bool
-    """When the request has finished, and so for its own blocks; else when it arrives."""
+    """True if the hint is sent when the request has finished, and so for its own blocks; else when
+    it arrives."""
     ttl_ms: int = 0
     tokens: int | None = None
     """The length of the prefix that is meant; None: all of it."""
@@ -53,7 +54,7 @@ class BadHint:
 
     field: str
     allowed: str
-    """What the field may be."""
+    """A description of the values that the field may have."""
 
     def __str__(self) -> str:
         return f"{self.field} is not {self.allowed}"

@@ -14,7 +14,7 @@ from kvbm_common.tier.kv_groups import (
     reach,
     split,
 )
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from msgspec.structs import replace
 
 AskedBlocks = tuple[Sequence[SequenceHash], Sequence[GroupRun]]
@@ -57,7 +57,7 @@ def without_failed(
         runs = zip(groups, names, strict=True)
         good = min(failed.run_before(run, now_ms) * one.block_tokens for one, run in runs)
         return _up_to(good // boundary_tokens(groups) * boundary_tokens(groups), hashes, groups)
-    has = has_each(lambda name: not failed.avoids(name, now_ms))
+    has = has_each(lambda name: not failed.is_failed(name, now_ms))
     return _up_to(reach(groups, names, has).tokens, hashes, groups)
 
 

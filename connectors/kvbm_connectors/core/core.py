@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun
@@ -38,8 +38,7 @@ from kvbm_connectors.core.offers import Offers
 from kvbm_connectors.core.outbox import Outbox
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorView:
+class ConnectorView(NamedTuple):
     """The part of the core that its shell reads between two inputs."""
 
     epoch: int

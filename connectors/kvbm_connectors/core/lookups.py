@@ -219,7 +219,7 @@ class Lookups:
             self._give_back(found.lease)
             lookup.found = nothing(found.lookup, found.epoch, "malformed")
             self._move(request, "found")
-        elif self._needs_avoided(lookup, found):
+        elif self._needs_failed(lookup, found):
             self._give_back(found.lease)
             self._move(request, "forgotten")
             self._careful[request] = True  # The engine asks again.
@@ -232,7 +232,7 @@ class Lookups:
                 self._counts["lookups_in_vain"] += 1
                 self._outbox.asked_in_vain()
 
-    def _needs_avoided(self, lookup: OpenLookup, found: Found) -> bool:
+    def _needs_failed(self, lookup: OpenLookup, found: Found) -> bool:
         """Tell whether a hit over KV groups, smaller than was asked for, needs a block that has
         failed lately: see `without_failed`."""
         if not lookup.groups or not len(self._failed):

@@ -9,7 +9,8 @@ from typing import Self
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.local import ToConsolidator, ToHostTier
+from kvbm_common.wire.consolidator import ToConsolidator
+from kvbm_common.wire.local import ToHostTier
 
 
 class ConnectorMisuse(KvbmError):
@@ -77,7 +78,7 @@ class Load:
     deadline_ms: int
     lookup: int = 0
     whole: bool = False
-    """Whether no block can be used if one fails, as with several KV groups."""
+    """True if no block can be used when one fails, as with several KV groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class LoadResult:
     corrupt: tuple[int, ...] = ()
     reason: str = ""
     seconds: float = 0.0
-    """How long the bytes took."""
+    """The time that the bytes took to arrive."""
 
     @property
     def usable(self) -> int:
@@ -118,7 +119,7 @@ class Hit:
     disk: int = 0
     remote: int = 0
     reason: str = ""
-    """Why there are not more."""
+    """The reason why there are not more blocks."""
     boundary: int = 0
     """The tokens that the blocks stand for, in a lookup over several KV groups."""
     shared: int = 0
@@ -160,7 +161,7 @@ class ConnectorLimits:
     lease_ms: int = 5_000
     onboard_deadline_ms: int = 2_000
     answer_margin_ms: int = 500
-    """How long after its deadline an answer may still be on its way."""
+    """The time after its deadline in which an answer may still arrive."""
     offer_deadline_ms: int = 5_000
     offers_max: int = 256
     """Offers in flight; further blocks are not offered, and counted."""

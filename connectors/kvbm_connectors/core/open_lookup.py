@@ -59,13 +59,13 @@ class OpenLookup:
     asked: tuple[SequenceHash, ...]
     """The blocks that were asked for: the largest hit of them needs no avoided block."""
     answer_by_ms: int
-    """When to stop waiting for the answer."""
+    """The time at which the wait for the answer ends."""
     lease_until_ms: int
-    """When the lease ends, on our clock."""
+    """The time at which the lease ends, on our clock."""
     state: LookupState
     found: Found | None = None
     groups: tuple[GroupRun, ...] = ()
-    """How `asked` is cut into KV groups, where there are several."""
+    """The cut of `asked` into KV groups, where there are several."""
     is_hoped_for: bool = False
     """The filter says that the first block may be there."""
     only_asks: bool = False

@@ -9,14 +9,13 @@ from itertools import count
 from kvbm_common.identity import SequenceHash, pack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.tier.prefill_cost import PrefillCost
+from kvbm_common.wire.consolidator import Offered, OfferedRun
 from kvbm_common.wire.local import (
     MISSES_MAX,
     Confirm,
     Lookup,
     MissedLookup,
     Misses,
-    Offered,
-    OfferedRun,
     Outcome,
     Release,
 )

@@ -28,7 +28,8 @@ CHANGED = 0.15
 CHANGED_AFTER = 5
 """Steps in a row, far off in one direction, after which what was before is forgotten."""
 FORGOTTEN = 1e-6
-"""What the steps before a change weigh then, even beside steps that are a hundred times longer."""
+"""The factor by which steps from before a change are weighed: little even where later steps are a
+hundred times longer."""
 ERROR_FIRST = 0.3
 ERROR_LEAST = 0.02
 """The least error of a step, as a part of it: any two steps differ by so much."""

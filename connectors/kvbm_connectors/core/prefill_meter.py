@@ -39,7 +39,7 @@ class PrefillStep:
 
     @property
     def is_telling(self) -> bool:
-        """Whether the step is mostly prefill."""
+        """Tell whether the step is mostly prefill."""
         enough = self.prompt_tokens >= PROMPT_TOKENS_MIN
         return enough and self.decodes <= DECODES_MAX * self.prompt_tokens
 
@@ -56,14 +56,14 @@ class PrefillMeter:
         assert steps_in_flight_max > 0, steps_in_flight_max
         self.fit = PrefillFit()
         self.copies = Line()
-        """What copies from host memory to the device take."""
+        """The measured time of copies from host memory to the device."""
         self._step_tokens_max = step_tokens_max
         self._steps_max = steps_in_flight_max
         self._steps: deque[tuple[PrefillStep, int]] = deque()
         """Steps, each with the time at which it was planned."""
         self._ended_us = 0
         self._told_ms = 0
-        """When a step was measured last, or tokens were left for one."""
+        """The time when a step was measured last, or tokens were left for one."""
 
     def planned(self, step: PrefillStep, now_us: int) -> None:
         """Note a step that is sent out now."""
@@ -96,7 +96,7 @@ class PrefillMeter:
             self.copies.observe(size, seconds * 1000, now_us // 1000)
 
     def cost(self, before: int) -> PrefillCost | None:
-        """Return what a lookup says, whose first block is behind so many tokens; None: too little
+        """Return what a lookup says, whose first block comes after so many tokens; None: too little
         was measured."""
         assert before >= 0, f"{before} tokens are on the device"
         known = self.fit.known

@@ -13,8 +13,10 @@ from kvbm_common.errors import KvbmError
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvbm_connectors.sglang.adapters import process_start_ns
+from kvbm_connectors.sglang.flushes import FlushWatch, marks_of_pushed_weights
 from kvbm_connectors.sglang.options import Options, Stream, stream_of
 from kvbm_connectors.sglang.pages import KV
+from kvbm_connectors.sglang.pushes import pushes_seen
 from kvbm_connectors.sglang.storage import Storage
 from kvbm_connectors.sglang.weights import revision_of
 
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 NEEDED = "0.5.23"
 """The first release of SGLang that calls `on_host_pools_registered`."""
+NOTED = frozenset({"weight_version", "model_path"})
+"""Fields of SGLang's configuration that it sets when weights are updated."""
 
 
 class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
@@ -38,7 +42,10 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             except KvbmError as error:
                 refusal = f"{error} ({error.code})"
         stream = Stream() if refusal else _stream(arguments, replica)
-        self.storage = Storage(storage_config, options, stream, refusal=refusal, replica=replica)
+        flushes = _flushes(arguments, options.plain_reset, storage_config)
+        self.storage = Storage(
+            storage_config, options, stream, refusal=refusal, replica=replica, flushes=flushes
+        )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -110,18 +117,18 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     # --- the copying interface, which is not served: attaching without `interface_v1` fails -----
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        self.storage.refuse("get")
+        self.storage.count_unsupported("get")
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        self.storage.refuse("batch_get")
+        self.storage.count_unsupported("batch_get")
         return [None] * len(keys)
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        self.storage.refuse("set")
+        self.storage.count_unsupported("set")
         return False
 
     def batch_set(
@@ -131,7 +138,7 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        self.storage.refuse("batch_set")
+        self.storage.count_unsupported("batch_set")
         return False
 
 
@@ -202,6 +209,47 @@ def is_late(arguments: Any) -> bool:
         return not get_memory().hicache_storage_backend
     except Exception:  # Another SGLang keeps it in its arguments.
         return not getattr(arguments, "hicache_storage_backend", None)
+
+
+def _flushes(arguments: Any, choice: str, storage_config: Any) -> FlushWatch:
+    """Return what sees flushes of SGLang's caches and weights that are pushed; log where the engine
+    forgets with each flush."""
+    marks = marks_of_pushed_weights(arguments)
+    if (pushes := pushes_seen()) is None and choice == "auto":
+        log.warning("weights that are pushed into this SGLang are not seen: each flush of its "
+                    "caches counts as a push")  # fmt: skip
+    watch = FlushWatch(
+        choice, is_pushed=bool(marks) or pushes is None, serving=serving, updates=updates,
+        pushes=pushes or int,
+    )  # fmt: skip
+    if watch.forgets:
+        log.info("a flush of SGLang's caches hides what was stored before: plain_reset is %s, "
+                 "marks of pushed weights are %s", choice, marks)  # fmt: skip
+        if storage_config.is_mla_model and (getattr(arguments, "nnodes", None) or 1) > 1:
+            log.warning("ranks on other hosts share pages until SGLang flushes its caches: no page "
+                        "is loaded afterwards")  # fmt: skip
+    return watch
+
+
+def serving() -> tuple[str, str] | None:
+    """Return the version and the path of the weights that SGLang serves now; None: not known."""
+    try:
+        from sglang.srt.runtime_context import get_model, get_serving
+
+        return str(get_serving().weight_version), str(get_model().model_path)
+    except Exception:  # Another SGLang, or no server: of any type.
+        return None
+
+
+def updates() -> int:
+    """Return how often SGLang has noted other weights in this process."""
+    try:
+        from sglang.srt.runtime_context import get_context
+
+        log_of_changes = get_context().overrides_log()
+        return sum(not NOTED.isdisjoint(fields) for _, fields in log_of_changes)
+    except Exception:  # As above.
+        return 0
 
 
 def _stream(arguments: Any, rank: int) -> Stream:

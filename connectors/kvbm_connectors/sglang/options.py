@@ -13,7 +13,12 @@ from typing import Any
 import msgspec
 from kvbm_common.errors import ConfigError
 
-from kvbm_connectors.client.engine_options import EngineOptions, settings_of
+from kvbm_connectors.client.engine_options import (
+    PLAIN_RESETS,
+    EngineOptions,
+    one_of,
+    settings_of,
+)
 
 WHERE = "hicache_storage_backend_extra_config"
 SGLANGS = frozenset({
@@ -22,7 +27,7 @@ SGLANGS = frozenset({
     "tp_lcm_size",
 })  # fmt: skip
 """Keys of the same mapping that are SGLang's own."""
-OURS = frozenset({"revision"})
+OURS = frozenset({"revision", "plain_reset"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class Options(EngineOptions):
 
     revision: str = ""
     """An operator's name for the weights; then that, with all that changes what is computed."""
+    plain_reset: str = PLAIN_RESETS[0]
+    """One of PLAIN_RESETS: whether a flush of SGLang's own cache hides what was stored before."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -40,7 +47,8 @@ class Options(EngineOptions):
             raise ConfigError("interface_v1", str(extra.get("interface_v1")), "1: pages are read "
                               "and written where they are")  # fmt: skip
         settings = settings_of(extra, environ, where=WHERE, others=SGLANGS | OURS)
-        return cls(settings, str(extra.get("revision", "")))
+        plain_reset = one_of(PLAIN_RESETS, extra, "plain_reset", where=WHERE)
+        return cls(settings, str(extra.get("revision", "")), plain_reset)
 
     def of_revision(self, revision: str) -> Options:
         """Return the same options for certain weights."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvbm_common.identity import SequenceHash, of_tenant
 from kvbm_common.runtime.logs import OncePerKind
-from kvbm_common.wire.local import Attach
+from kvbm_common.wire.consolidator import Attach
 
 from kvbm_connectors.client.affinity import unbound
 from kvbm_connectors.client.scheduler import new_incarnation
@@ -28,6 +28,7 @@ from kvbm_connectors.sglang.engine_types import (
     PoolTransfer,
     StorageConfig,
 )
+from kvbm_connectors.sglang.flushes import EngineGeneration, FlushWatch, flushed_path
 from kvbm_connectors.sglang.generation import Generation, unwritable
 from kvbm_connectors.sglang.hits import (
     ALL_PAGES,
@@ -77,10 +78,12 @@ class _Pool:
     namespace: bytes
     """The digest."""
     generation: Generation
+    engine_generation: EngineGeneration
     is_writer: bool
 
     def names(self, keys: Sequence[str]) -> list[SequenceHash]:
-        return names_of(self.namespace, self.generation.read(), keys)
+        generation = self.generation.read() + self.engine_generation.read()
+        return names_of(self.namespace, generation, keys)
 
 
 class Storage:
@@ -88,13 +91,15 @@ class Storage:
 
     def __init__(
         self, config: StorageConfig, options: Options, stream: Stream, *, refusal: str = "",
-        replica: int | None = None,
+        replica: int | None = None, flushes: FlushWatch | None = None,
     ) -> None:  # fmt: skip
         """Create the pools of one rank. `refusal` says why pages have no names: then nothing is
         stored, and nothing found. `replica` is its data-parallel rank; None: the configuration's.
+        `flushes` sees when SGLang flushes its caches; None: by the options alone.
         """
         self.counts: Counter[str] = Counter()
-        self._refusal = ""
+        self._flushes = FlushWatch(options.plain_reset) if flushes is None else flushes
+        self._pass_through_reason = ""
         self._config, self._options = config, options
         self._stream = stream
         self._replica = config.dp_rank if replica is None else replica
@@ -107,7 +112,7 @@ class Storage:
         self._batches: deque[tuple[str, int, float]] = deque(maxlen=STATISTICS_MAX)
         self._started = False
         if refusal:
-            self._refuse(refusal)
+            self._pass_through(refusal)
         elif reason := unwritable(options.settings.state_dir):
             log.error("`clear` will fail, KVBM_STATE_DIR cannot be written: %s", reason)
 
@@ -115,10 +120,10 @@ class Storage:
 
     def register(self, pool: HostPool, name: str) -> None:
         """Take a pool in. Raises UnknownPool, or KvbmError when its memory cannot be lent."""
-        if self._refusal:
+        if self._pass_through_reason:
             return
         if refusal := refusal_of_pool(self._config, name, pool):
-            self._refuse(refusal)
+            self._pass_through(refusal)
             return
         known = self._pools.get(name)
         if known is not None:
@@ -128,16 +133,17 @@ class Storage:
         with unbound():
             made = self._make(pool, name)
         with self._lock:
+            self._flushes.add(pool)
             self._pools[name] = made
             if not self._started:
                 self._waiting.append(made.store)
         if self._started:
             made.store.start()
 
-    def _refuse(self, refusal: str) -> None:
+    def _pass_through(self, refusal: str) -> None:
         """Pass through from now on: nothing is stored, and nothing found."""
         log.error("KVBM passes through: %s", refusal)
-        self._refusal = refusal
+        self._pass_through_reason = refusal
         self.close()
 
     def _make(self, pool: HostPool, name: str) -> _Pool:
@@ -174,8 +180,13 @@ class Storage:
         writer = config.is_storage_writer or not is_one_copy
         digest = namespace.digest
         life = life_of_engine() if is_one_copy else None
-        generation = Generation(self._options.settings.state_dir, digest, life)
-        return _Pool(pool, store, digest, generation, writer)
+        state_dir = self._options.settings.state_dir
+        generation = Generation(state_dir, digest, life)
+        told = None  # Ranks that share pages, and no others, have to agree.
+        if life is not None and config.tp_size * config.attn_cp_size > 1:
+            told = flushed_path(state_dir, digest, life, self._replica)
+        since_flush = EngineGeneration(told, is_writer=writer)
+        return _Pool(pool, store, digest, generation, since_flush, writer)
 
     def start(self) -> None:
         """Start the stores when all pools of the beginning are named: the one with the largest
@@ -183,6 +194,9 @@ class Storage:
         with self._lock:
             waiting, self._waiting = self._waiting, []
             self._started = True
+            if self._flushes.forgets and self._flushes.is_blind and not self._pass_through_reason:
+                log.warning("flushes of this SGLang's caches are not seen: call `clear` after each "
+                            "update of its weights")  # fmt: skip
         waiting.sort(key=lambda store: -store.block_bytes)
         with unbound():
             for number, store in enumerate(waiting):
@@ -197,6 +211,7 @@ class Storage:
             self._waiting = []
         for entry in pools.values():
             entry.store.close()
+            entry.engine_generation.close()
         if pools:
             log.info("detached: %s", self.all_counts(pools))
 
@@ -286,17 +301,33 @@ class Storage:
             self._batches.append((what, pages, pages * block_bytes / seconds / 1e9))
 
     def _guarded(self, what: str, instead: T, call: Callable[[], T]) -> T:
-        if self._refusal:
+        if self._pass_through_reason:
             self.counts[f"refused.{what}"] += 1
             return instead
         try:
+            self._look_for_flush()
             return call()
         except Exception as error:  # SGLang would swallow it, and no log would tell.
             self.counts[f"failed.{what}.{type(error).__name__}"] += 1
             self._limiter.warning(what, f"a call failed and counts as a miss: {error!r}")
             return instead
 
-    def refuse(self, what: str) -> None:
+    def _look_for_flush(self) -> None:
+        """Name pages afresh before the first call after a flush, if this engine forgets then."""
+        with self._lock:
+            seen = self._flushes.counts.total()
+            if self._flushes.is_due():
+                for entry in self._pools.values():
+                    entry.engine_generation.renew()
+                log.info("SGLang has flushed its caches, or serves other weights: nothing that was "
+                         "stored so far is found by this engine")  # fmt: skip
+            elif self._flushes.counts.total() > seen:
+                self._limiter.warning(
+                    "flush", "SGLang has flushed its caches, and finds what was stored before: if "
+                    "its weights are others now, call `clear`, or set plain_reset to forget",
+                )  # fmt: skip
+
+    def count_unsupported(self, what: str) -> None:
         """Count a call that we do not serve, and warn; the call is a miss."""
         self.counts[f"unsupported.{what}"] += 1
         self._limiter.warning("unsupported", f"{what} is not served: set interface_v1 to 1")
@@ -308,7 +339,7 @@ class Storage:
         Raises OSError where that cannot be told to the others: SGLang says that it has failed. This
         process finds nothing from before all the same.
         """
-        if self._refusal:
+        if self._pass_through_reason:
             self.counts["refused.clear"] += 1
             return
         failed: list[OSError] = []
@@ -339,7 +370,7 @@ class Storage:
 
     def all_counts(self, pools: Mapping[str, _Pool] | None = None) -> dict[str, int]:
         """Return all counters, those of each pool under its name."""
-        found = dict(self.counts)
+        found = dict(self.counts + self._flushes.counts)
         for name, entry in (self._pools if pools is None else pools).items():
             found |= {f"{name}.{what}": n for what, n in entry.store.all_counts().items()}
         return found

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 
 from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.runtime.logs import OncePerKind
-from kvbm_common.wire.local import Attach, Region
+from kvbm_common.wire.consolidator import Attach
+from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.client.worker import WorkerHalf
-from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun
+from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun, offers_of
+from kvbm_connectors.sglang.committed_pages import CommittedPages
 from kvbm_connectors.sglang.hits import trailing_lengths
-from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ HELD_MAX = 8
 PRESENT_MAX = 64
 """Lookups of single pages that are asked at once."""
 POLL_S = 0.1
-"""How long a thread sleeps at most before it looks at the core's deadlines again."""
+"""The longest sleep of a thread before it looks at the core's deadlines again, in seconds."""
 SLOW_LOAD_S = 30.0
 
 
@@ -76,8 +77,9 @@ class Store:
         """Offers that a thread waits for, and how they ended."""
         self._results: dict[str, LoadResult] = {}
         self._held: OrderedDict[SequenceHash, Held] = OrderedDict()
-        """By the first name. The oldest is given back when there are too many."""
-        self._known = Known()
+        """Name of the first page → what is held. The oldest is given back when there are too
+        many."""
+        self._committed = CommittedPages()
         self._closed = False
         settings = options.settings
         self._worker = WorkerHalf(
@@ -119,11 +121,11 @@ class Store:
         self._worker.close()
         self._news()
         with self._changed:
-            self._known.close()
+            self._committed.close()
 
     @property
     def attached(self) -> bool:
-        """Whether host tier and consolidator are both attached."""
+        """Tell whether host tier and consolidator are both attached."""
         return self._scheduler.attached and self._scheduler.streams_attached
 
     def wait_attached(self, timeout_s: float) -> bool:
@@ -179,7 +181,8 @@ class Store:
         too short, never.
         """
         scheduler = self._scheduler
-        if self._closed or not self._known.covers(names, scheduler.welcome, epoch=scheduler.epoch):
+        welcome, epoch = scheduler.welcome, scheduler.epoch
+        if self._closed or not self._committed.covers(names, welcome, epoch=epoch):
             return False
         held = self._take_held(names) or Held(self._new_request(), names)
         self._hold(held)
@@ -200,7 +203,7 @@ class Store:
         with self._changed:
             scheduler = self._scheduler
             epoch = 0 if self._closed else scheduler.epoch
-            found = self._known.which(names, scheduler.welcome, epoch=epoch)
+            found = self._committed.which(names, scheduler.welcome, epoch=epoch)
         self.counts["known_pages"] += sum(found)
         for end in range(len(names), 0, -PRESENT_MAX):
             longest = 0 if every else max(trailing_lengths(found, window), default=0)
@@ -336,9 +339,10 @@ class Store:
         assert len(names) == len(blocks)
         if not names:
             return True
-        with self._offering():
-            ended = self._offer(OfferRun(parent, tuple(names), tuple(blocks)))
-        complete = ended is not None and ended.complete and self._is_committed(names[-1])
+        run = OfferRun(parent, tuple(names), tuple(blocks))
+        with self._offering():  # A side pool's pages come at once: the host tier takes so many.
+            is_pulled = all(self._is_pulled(part) for part in offers_of(run))
+        complete = is_pulled and self._is_committed(names[-1])
         self.counts["stored_pages" if complete else "store_failed_pages"] += len(names)
         if not complete:
             with self._changed:
@@ -365,6 +369,10 @@ class Store:
             with self._changed:
                 if not self._offers:
                     self._worker.expect_reads(expected=False)
+
+    def _is_pulled(self, run: OfferRun) -> bool:
+        ended = self._offer(run)
+        return ended is not None and ended.complete
 
     def _offer(self, run: OfferRun) -> OfferEnded | None:
         with self._changed:

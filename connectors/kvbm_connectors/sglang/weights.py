@@ -100,10 +100,12 @@ def revision_of(
     `since_ns` is when the engine's process began: adapters that were changed later are refused.
     `version` is SGLang's. `is_late`: the engine has served before, so that its weights may have
     been updated, and each call has another name. `replica` tells data-parallel ranks apart where
-    weights have no content. Empty when the arguments are not known. Raises UnreadableWeights when
-    their content is not.
+    weights have no content. Raises UnreadableWeights when their content is not known.
     """
     if arguments is None:
+        if not named:
+            raise UnreadableWeights("SGLang's arguments are not known; name the weights, and all "
+                                    "that changes what is computed, with `revision`")  # fmt: skip
         return named
     values = _values(arguments)
     refusal = "" if named else _refusal(arguments, values)
@@ -132,7 +134,9 @@ def _all_weights(arguments: Any) -> str:
     directory = getattr(arguments, "download_dir", None)
     kind = _text(getattr(arguments, "load_format", None)) or "auto"
     revision = getattr(arguments, "revision", None)
-    weights = _weights(path, revision, kind, directory) if path else ""
+    if not path:
+        raise UnreadableWeights("SGLang's arguments name no model")
+    weights = _weights(path, revision, kind, directory)
     draft = str(getattr(arguments, "speculative_draft_model_path", None) or "")
     if not draft:
         return weights

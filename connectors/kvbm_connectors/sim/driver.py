@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 import zmq.asyncio
+from kvbm_common.config.secret_variables import environ_for
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.identity import SequenceHash, unpack_hashes
 from kvbm_common.runtime.processes import dying_with_parent
@@ -83,6 +85,7 @@ class EngineHandle:
                 "-m",
                 "kvbm_connectors.sim.process",
                 msgspec.json.encode(self.config).decode(),
+                env=environ_for("engine", os.environ),
                 stderr=stderr,
                 preexec_fn=dying_with_parent(),
             )

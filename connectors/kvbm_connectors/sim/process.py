@@ -18,7 +18,7 @@ import msgspec
 import zmq
 from kvbm_common.identity import Hasher, Namespace, of_tenant, pack_hashes
 from kvbm_common.wire.codec import WireError
-from kvbm_common.wire.local import Attach
+from kvbm_common.wire.consolidator import Attach
 
 from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
 from kvbm_connectors.core.messages import ConnectorLimits

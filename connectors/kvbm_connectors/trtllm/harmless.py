@@ -2,7 +2,7 @@
 
 Every other one is, as for SGLang: one that a later release adds changes names, which
 costs a recomputation, until it is looked at and listed here. Written against the sources of 1.2 and
-of the main branch behind 1.3; a name that a release lacks does no harm.
+of the main branch after 1.3; a name that a release lacks does no harm.
 
 A reason must hold for every value. What is hashed must be the same in all ranks.
 """

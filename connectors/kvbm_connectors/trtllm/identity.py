@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.tier.parts import PARTS_MAX
-from kvbm_common.wire.local import Attach
+from kvbm_common.wire.consolidator import Attach
 
 from kvbm_connectors.client.variables import contents_of_files, variables_in_name
 from kvbm_connectors.client.weights import UnreadableWeights, fingerprint, label_of, resolve

@@ -348,7 +348,7 @@ class LeaderSide:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is tracked, and no offer is open."""
+        """Tell whether no request is tracked, and no offer is open."""
         return not self._requests and not self._by_offer
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ SOURCES = (
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
 )
-"""Where the two base classes are: up to 1.2, and in the candidates of 1.3."""
+"""Modules of the two base classes: up to 1.2, and in the candidates of 1.3."""
 BAD_PAGE = -1
 """`BAD_PAGE_INDEX` (1.3, runtime/kv_cache_manager_v2): a block that has no page."""
 DEFAULT_PRIORITY = 35

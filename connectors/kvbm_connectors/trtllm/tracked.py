@@ -63,9 +63,9 @@ class PromisedRequest:
     local: int = 0
     """Blocks that the device's own cache had."""
     promised: tuple[int, ...] = ()
-    """Slots of the blocks behind them, until a plan hands them out."""
+    """Slots of the blocks after them, until a plan hands them out."""
     loaded: int = 0
-    """How many blocks were handed out."""
+    """The number of blocks that were handed out."""
     offers: set[int] = field(default_factory=set)
     finished: bool = False
 
@@ -76,14 +76,14 @@ class PromisedRequest:
         some of its tokens are still counted on.
         """
         first = max(0, -(-start // block_tokens) - self.local)
-        behind = min(len(self.promised), end // block_tokens - self.local)
-        if first >= behind:
+        count = min(len(self.promised), end // block_tokens - self.local)
+        if first >= count:
             return ()
-        if first or behind == len(self.promised):
+        if first or count == len(self.promised):
             self.promised, cut = self.promised[:first], self.promised[first:]
         else:
-            self.promised, cut = self.promised[behind:], self.promised[:behind]
-            self.local += behind
+            self.promised, cut = self.promised[count:], self.promised[:count]
+            self.local += count
         return cut
 
     def first_names(

@@ -109,7 +109,7 @@ class WorkerSide:
         log.info("%d blocks of %d bytes are lent", self._blocks, pieces.bytes)
 
     def start(self, plan: PromisePlan, *, compute_stream: int | None = None) -> None:
-        """Carry a plan out, once, behind what is in the stream by now. Raises PromiseBroken."""
+        """Carry a plan out, once, after what is in the stream by now. Raises PromiseBroken."""
         if plan.number <= self._plan_number:
             return
         self._plan_number = plan.number
@@ -145,7 +145,7 @@ class WorkerSide:
     def _copy_to_device(
         self, device: DeviceReader, request: int, target: Places, source: Places
     ) -> None:
-        """Wait for the copy, which begins behind whatever the engine computes by now."""
+        """Wait for the copy, which begins after whatever the engine computes by now."""
         gpu = self._gpu
         assert gpu is not None
         read = device.read(target.spans, source.spans, deadline_s=COPY_DEADLINE_S)

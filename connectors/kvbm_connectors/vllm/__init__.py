@@ -28,14 +28,30 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         with engine_needed("vllm"):
-            return getattr(import_module(_MODULES[name]), name)
+            found = getattr(import_module(_MODULES[name]), name)
+            _make_known()  # `VLLM_PLUGINS` may leave our plug-in out.
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def register() -> None:
-    """Make the connectors known by name: the entry point of `vllm.general_plugins`."""
+def _make_known() -> None:
+    """Have vLLM know the connectors by name: its `MultiConnector` asks for the class of a child's
+    statistics so, and ends the engine where the name is unknown."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name, module in _MODULES.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
+
+
+def register() -> None:
+    """Make the connectors known by name, keep embedding inputs as they are configured, and see to
+    the outer configuration of KV transfer: the entry point of `vllm.general_plugins`."""
+    from vllm.config import VllmConfig
+
+    from kvbm_connectors.vllm.embedding_inputs import keep_as_configured
+    from kvbm_connectors.vllm.outer_config import keep_kvbm
+
+    keep_as_configured(VllmConfig)
+    keep_kvbm(VllmConfig)
+    _make_known()

@@ -67,7 +67,7 @@ WAYS_OUT = {
     "lora_in_memory": "load it from files",
     "lora_too_many": "reset the engine's caches",
 }  # fmt: skip
-"""What an operator can do about each reason."""
+"""Reason → what an operator can do about it."""
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +115,13 @@ class Adapters:
         self._since_ns = since_ns
         self._applied = applied
         self._known: dict[tuple[str, str], _Known] = {}
-        """By name and path, as vLLM's own cache tells them apart."""
+        """Name and path → the adapter, as vLLM's own cache tells adapters apart."""
         self._numbers: dict[int, tuple[str, str]] = {}
         """The ADAPTERS_MAX numbers that were used last, and what each stands for. A reset leaves
         them, as vLLM keeps what it has loaded under a number."""
         self._told: dict[int, tuple[str, str]] = {}
-        """What the consolidator knows: NUMBERS_IN_USE numbers for each adapter at most."""
+        """Number → the adapter that the consolidator knows by it. An adapter has NUMBERS_IN_USE
+        numbers at most."""
 
     def value_of(self, lora: Any) -> str:
         """Return what stands for an adapter in names. Raises AdapterRefused."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 
 from kvbm_connectors.core.agent_hints import AgentHint, BadHint, hints_of
 from kvbm_connectors.vllm.engine_types import EngineRequest

@@ -305,13 +305,16 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if side is None or half is None:
             return True
         self._watch.emptied()  # This reset is answered.
-        return begin_generation(side, half, self._block_pool)
+        return begin_generation(side, half, self._block_pool, self._watch)
 
     def _look_for_reset(self) -> None:
         """Find nothing of before if vLLM has emptied its prefix cache alone, after new weights."""
-        if self._watch.emptied() and self._forgets:
+        emptied = self._watch.emptied()
+        if emptied and self._forgets:
             log.info("vLLM's prefix cache was reset, and weights may be others")
             self.reset_cache()
+        elif self._scheduler_half is not None:
+            self._watch.follow(self._scheduler_half, emptied=emptied)
 
     # --- the workers' -----------------------------------------------------------------------
 

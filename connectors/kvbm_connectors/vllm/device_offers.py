@@ -51,7 +51,7 @@ class _Part:
     run: OfferRun
     group: KvGroup
     held: bool
-    """Whether `BlockHolds` holds the blocks: they may leave the request's table."""
+    """True if `BlockHolds` holds the blocks: they may leave the request's table."""
 
 
 class DeviceOffers:
@@ -79,12 +79,12 @@ class DeviceOffers:
         self._steps_waited = 0
         """Steps since the first part in `_unsent` was found."""
         self._can_wait = True
-        """Whether all parts in `_unsent` were decoded, and are held by their requests."""
+        """True if all parts in `_unsent` were decoded, and are held by their requests."""
         self._released: list[tuple[Tracked, int]] = []
         """Requests and offers that were revoked since `take_ended`; a negative number is a mark
         that is over."""
         self._marks = marks
-        self._behind: dict[int, list[_Part]] = {}
+        self._by_mark: dict[int, list[_Part]] = {}
         """Mark → the parts that are offered when it is over; the last mark may not be laid yet."""
         self._out: dict[int, tuple[_Part, ...]] = {}
         """Offer → its parts, one for each request."""
@@ -93,12 +93,12 @@ class DeviceOffers:
     @property
     def any_out(self) -> bool:
         """Return whether anything is on offer, or will be when a mark is over."""
-        return bool(self._out or self._behind)
+        return bool(self._out or self._by_mark)
 
     @property
-    def any_behind_marks(self) -> bool:
+    def any_waits_for_mark(self) -> bool:
         """Return whether offers wait for a mark that is not over, or not laid yet."""
-        return bool(self._behind)
+        return bool(self._by_mark)
 
     @property
     def holding(self) -> bool:
@@ -174,7 +174,7 @@ class DeviceOffers:
             held[index] = block
 
     def release_unoffered(self, tracked: Tracked, *, until: int = 0) -> None:
-        """Give back what is held of a request and not on offer; blocks behind token `until` may be
+        """Give back what is held of a request and not on offer; blocks after token `until` may be
         held again."""
         for held in tracked.held.values():
             assert self._holds is not None
@@ -271,9 +271,9 @@ class DeviceOffers:
     def preempted(self, tracked: Tracked) -> None:
         """End the offers of a request, and those that wait: vLLM has freed its blocks."""
         self._withdraw([part for part in self._unsent if part.tracked is tracked])
-        for mark, parts in self._behind.items():
+        for mark, parts in self._by_mark.items():
             freed = [part for part in parts if part.tracked is tracked and not part.held]
-            self._behind[mark] = [part for part in parts if part not in freed]
+            self._by_mark[mark] = [part for part in parts if part not in freed]
             self._drop(freed)
         if sent := {offer for offer in tracked.offers if offer > 0}:
             self.revoke(sent)
@@ -292,8 +292,8 @@ class DeviceOffers:
         if self._marks is None or not self._half.epoch:
             self._send_all(unsent, hurry=hurry)  # Without a host tier no block waits for a mark.
         elif unsent:
-            behind = self._behind.setdefault(self._marks.next, [])
-            behind += [self._hold_part(part, self._marks.next) for part in unsent]
+            waiting = self._by_mark.setdefault(self._marks.next, [])
+            waiting += [self._hold_part(part, self._marks.next) for part in unsent]
 
     def _hold_part(self, part: _Part, mark: int) -> _Part:
         """Return a part whose blocks are held until a mark is over."""
@@ -306,15 +306,15 @@ class DeviceOffers:
 
     def mark_of_step(self) -> int:
         """Return the mark that workers lay in this step, for what waits for one; 0: nothing."""
-        if self._marks is None or self._marks.next not in self._behind:
+        if self._marks is None or self._marks.next not in self._by_mark:
             return 0
         return self._marks.begin()
 
     def marks_ended(self, reports: Iterable[MarkEnd]) -> None:
-        """Offer what waited for marks that are over now; nothing behind one that a rank cannot
-        vouch for."""
+        """Offer what waited for marks that are over now; nothing whose mark a rank cannot vouch
+        for."""
         for mark, has_passed in self._marks.ended(reports) if self._marks is not None else ():
-            parts = self._behind.pop(mark)
+            parts = self._by_mark.pop(mark)
             self._serve()
             if has_passed:
                 for part in parts:
@@ -392,9 +392,9 @@ class DeviceOffers:
     def revoke_all(self) -> None:
         """Have every offer end: the engine's memory may be taken away."""
         self._withdraw(list(self._unsent))
-        for mark, parts in self._behind.items():
+        for mark, parts in self._by_mark.items():
             self._drop(parts)
             self._released += [(part.tracked, -mark) for part in parts]
-            self._behind[mark] = []
+            self._by_mark[mark] = []
         for offer in self._out:
             self._half.revoke(offer)

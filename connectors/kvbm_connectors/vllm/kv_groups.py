@@ -246,7 +246,7 @@ def decoded_together(groups: Sequence[KvGroup], block_tokens: int, most: int) ->
     to `most`. 0: each must be held by the very step that fills it.
 
     A window's block is in its table until the window has passed it. While these blocks are decoded,
-    and one more, it has not: the last step may be planned two tokens behind the last block. What
+    and one more, it has not: the last step may be planned two tokens after the last block. What
     fills up after a request's last look is in its last window, which is held when it ends.
     """
     assert most > 0, f"{most} blocks are offered together"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm_common.identity import Namespace
-from kvbm_common.wire.local import Attach
+from kvbm_common.wire.consolidator import Attach
 
 from kvbm_connectors.client.weights import label_of
 from kvbm_connectors.vllm.computation import digest_of
@@ -24,7 +24,12 @@ from kvbm_connectors.vllm.kv_groups import (
 )
 from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
 from kvbm_connectors.vllm.shape import UncutShape, shape_of
-from kvbm_connectors.vllm.versions import cpu_packing, lookahead_tokens, takes_failed_requests
+from kvbm_connectors.vllm.versions import (
+    cpu_packing,
+    lookahead_tokens,
+    takes_failed_requests,
+    tells_of_sleep,
+)
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +88,11 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
         return "prefix caching is off"
     if getattr(config.model_config, "is_diffusion", False):
         return "a diffusion model computes the KV of its last tokens again with each step"
+    if getattr(config.model_config, "enable_sleep_mode", False) and not tells_of_sleep():
+        # An offer or a load in flight would touch memory that is gone, or is another's by now.
+        return "sleep mode, and this vLLM does not say when it unmaps KV tensors (0.33 does)"
+    if getattr(getattr(config, "aux_output_config", None), "enabled", False):
+        return "routed experts are returned, which vLLM keeps only of blocks that it has computed"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "each rank has a scheduler of its own, which hears of no other rank"
     if refusal := refusal_of_groups(kv_cache_config):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_common.errors import ConfigError
-
-from kvbm_connectors.client.engine_options import EngineOptions, settings_of
+from kvbm_connectors.client.engine_options import (
+    PLAIN_RESETS,
+    EngineOptions,
+    forgets,
+    one_of,
+    settings_of,
+)
 
 WHERE = "kv_connector_extra_config"
 RECOMPUTE = "recompute"
 LORA_FILES = ("watched", "final")
-PLAIN_RESETS = ("auto", "forget", "keep")
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +32,12 @@ class Options(EngineOptions):
     lora_final: bool = False
     """The operator vouches that files of adapters do not change once vLLM may have loaded them."""
     plain_reset: str = PLAIN_RESETS[0]
-    """Whether a reset of vLLM's prefix cache alone hides what was stored before."""
+    """One of PLAIN_RESETS: whether a reset of vLLM's prefix cache alone hides what was stored
+    before."""
 
     def forgets(self, pushed: bool) -> bool:
         """Return whether it does, in an engine whose weights are `pushed` while it runs or not."""
-        return pushed if self.plain_reset == "auto" else self.plain_reset == "forget"
+        return forgets(self.plain_reset, pushed=pushed)
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -42,19 +46,12 @@ class Options(EngineOptions):
             # vLLM keeps the blocks of a failed synchronous load in its prefix cache until it has
             # computed them again, and loses the thread if the next step is planned already.
             log.warning("%s.load is ignored: loads are asynchronous", WHERE)
-        lora_files = _one_of(LORA_FILES, extra, "lora_files")
-        plain_reset = _one_of(PLAIN_RESETS, extra, "plain_reset")
+        lora_files = one_of(LORA_FILES, extra, "lora_files", where=WHERE)
+        plain_reset = one_of(PLAIN_RESETS, extra, "plain_reset", where=WHERE)
         others = ("load", "revision", "lora_files", "plain_reset")
         settings = settings_of(extra, environ, where=WHERE, others=others)
         revision = str(extra.get("revision", ""))
         return cls(settings, revision, lora_files == "final", plain_reset)
-
-
-def _one_of(accepted: Sequence[str], extra: Mapping[str, Any], name: str) -> str:
-    """Return an option's value, or the first accepted one. Raises ConfigError for another one."""
-    if (value := extra.get(name, accepted[0])) not in accepted:
-        raise ConfigError(f"{WHERE}.{name}", value, f"{', '.join(accepted[:-1])} or {accepted[-1]}")
-    return str(value)
 
 
 def recompute_failed_loads(transfer: Any) -> None:
@@ -70,3 +67,27 @@ def recompute_failed_loads(transfer: Any) -> None:
             "recomputed", transfer.kv_load_failure_policy, RECOMPUTE,
         )  # fmt: skip
         transfer.kv_load_failure_policy = RECOMPUTE
+
+
+def refusal_beside_nixl(config: Any) -> str:
+    """Return why `PdConnector` may not stand for `MultiConnector` in an engine; `""` if it may.
+
+    vLLM looks for `NixlConnector` among the children of a connector that is called
+    `MultiConnector`, and of no other. With context parallelism it then lays blocks out so that the
+    decode worker can read them, and it refuses what NIXL does not transfer.
+    """
+    children = config.kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+    parallel, reported = config.parallel_config, getattr(config, "aux_output_config", None)
+    ranks = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    if not any(child.get("kv_connector") == "NixlConnector" for child in children):
+        return ""
+    if any(getattr(parallel, name, 1) != 1 for name in ranks):
+        feature = "context parallelism"
+    elif getattr(reported, "enabled", False):
+        feature = "--enable-return-routed-experts"
+    else:
+        return ""
+    return (
+        f"{feature}: PdConnector hides NixlConnector from vLLM; use kv_connector=MultiConnector "
+        f"with kv_load_failure_policy={RECOMPUTE}"
+    )

@@ -35,7 +35,7 @@ class StepReport:
 
     results: tuple[LoadResult, ...] = ()
     passes_through: str = ""
-    """Why this worker can load nothing, said once."""
+    """The reason why this worker can load nothing, said once."""
     mark_ends: tuple[MarkEnd, ...] = ()
     """Marks of earlier plans that are over in this rank's compute stream."""
 

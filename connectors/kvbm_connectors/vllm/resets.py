@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
+from collections.abc import Sequence
 from typing import Any
+
+from kvbm_common.wire.local_fields import Adapter
 
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.vllm.block_holds import is_cleared
@@ -22,20 +26,21 @@ RESET_WAIT_S = 1.0
 """For the consolidator's answer to a reset."""
 
 
-def begin_generation(side: SchedulerSide, half: SchedulerHalf, pool: Any) -> bool:
+def begin_generation(
+    side: SchedulerSide, half: SchedulerHalf, pool: Any, watch: PrefixCacheWatch
+) -> bool:
     """Name blocks afresh: nothing that was stored so far is found again.
 
-    Returns whether vLLM has cleared its device cache (`pool` is its block pool).
+    Returns whether vLLM has cleared its device cache (`pool` is its block pool). If not, the
+    consolidator hears of the generation when it has (`watch`).
     """
     generation = secrets.token_hex(8)
     cleared = side.reset(generation, cleared=is_cleared(pool))
-    half.describe(generation=generation, adapters=[])
-    # vLLM publishes that its cache is cleared with its next step: the consolidator takes that
-    # for the beginning of the generation, and must have heard of it by then.
-    if not half.wait_described(RESET_WAIT_S):
-        log.warning("the consolidator has not heard of generation %s: device blocks may be "
-                    "missing in the index until the next reset", generation)  # fmt: skip
-    if not cleared:
+    watch.awaited = generation
+    if cleared:
+        watch.announce_awaited(half, adapters=[])
+    else:
+        half.describe(adapters=[])
         log.warning("vLLM has not cleared its device cache: requests that hit it pass through "
                     "until a reset succeeds")  # fmt: skip
     log.info("generation %s begins", generation)
@@ -64,6 +69,11 @@ class PrefixCacheWatch:
     def __init__(self) -> None:
         self._pool: Any = None
         self._map: Any = None
+        self.awaited = ""
+        """The generation that begins when the cache is emptied: vLLM has refused to do so."""
+        self._unpublished: object = None
+        """vLLM's events of an announced clear. It makes a new list when it publishes them."""
+        self._announced_us = 0
 
     def bind(self, pool: Any) -> None:
         """Watch this pool (vllm.v1.core.block_pool.BlockPool) from now on."""
@@ -74,3 +84,35 @@ class PrefixCacheWatch:
         """Return whether vLLM has emptied its prefix cache since the last call."""
         before, self._map = self._map, getattr(self._pool, "cached_block_hash_to_block", None)
         return self._map is not before
+
+    def announce_awaited(
+        self, half: SchedulerHalf, adapters: Sequence[Adapter] | None = None
+    ) -> None:
+        """Tell the consolidator of a generation that has waited for it: the cache is empty now.
+
+        vLLM publishes that with its next step. A consolidator that hears of the generation later
+        has named blocks by the one before, and has to ask vLLM for them again.
+        """
+        if not self.awaited:
+            return
+        now_us = time.time_ns() // 1_000
+        half.describe(generation=self.awaited, generation_us=now_us, adapters=adapters)
+        if not half.wait_described(RESET_WAIT_S):
+            log.warning("the consolidator has not heard of generation %s: the index has this "
+                        "engine's device blocks when it has", self.awaited)  # fmt: skip
+        self.awaited = ""
+        self._announced_us = now_us
+        self._unpublished = getattr(self._pool, "kv_event_queue", None)
+
+    def follow(self, half: SchedulerHalf, *, emptied: bool) -> None:
+        """Announce a generation that waits for an emptied cache; or the last one again, if the
+        clock was set back before vLLM has published the clear. An older clear begins nothing."""
+        if emptied:
+            self.announce_awaited(half)
+        elif self._unpublished:
+            now_us = time.time_ns() // 1_000
+            if self._unpublished is not self._pool.kv_event_queue:
+                self._unpublished = None
+            elif now_us < self._announced_us:
+                self._announced_us = now_us
+                half.describe(generation_us=now_us)

@@ -103,7 +103,7 @@ class SchedulerSide:
     @property
     def awaits_marks(self) -> bool:
         """Tell whether offers wait for what workers report with their next steps."""
-        return self._offers.any_behind_marks
+        return self._offers.any_waits_for_mark
 
     @property
     def idle(self) -> bool:
@@ -144,7 +144,7 @@ class SchedulerSide:
         return hit.boundary, hit.boundary > 0
 
     def _gives_way(self, tracked: Tracked) -> bool:
-        """Have vLLM try others first at every second rest: behind one without room it stops."""
+        """Have vLLM try others first at every second rest: after one without room it stops."""
         others = (one for one in self._requests.values() if one.waits_with_blocks)
         tracked.gave_way = self._rests and not tracked.gave_way and any(others)
         return tracked.gave_way

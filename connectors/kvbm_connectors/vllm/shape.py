@@ -40,7 +40,7 @@ class Shape:
 
     grid: Grid
     shares: tuple[Share, ...]
-    """By rank: the ranks of the first pipeline stage, then those of the next one."""
+    """Rank → its share: the ranks of the first pipeline stage, then those of the next one."""
     heads: int
     """KV heads of a rank, by which its bytes are ordered, so that engines of other shapes read
     them; 0: they have another order."""
@@ -49,7 +49,7 @@ class Shape:
     layers: int
     """Rows of a block: layers of all stages, or of the largest KV group."""
     row_bytes: int = 0
-    """What a rank has of a row; 0: rows differ."""
+    """Bytes of a row that a rank has; 0: rows differ."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def is_cut_by_heads(self) -> bool:
-        """Whether the order of a rank's heads matters."""
+        """Tell whether the order of a rank's heads matters."""
         return self.heads > 0 and self.grid.heads > 1
 
     def share_bytes(self, rank: int) -> int:
@@ -77,7 +77,7 @@ class _Heads:
     """Consecutive ranks that hold the same."""
 
     def of_rank(self, rank: int) -> tuple[int, int]:
-        """Return the first head of a tensor-parallel rank, and the one behind its last."""
+        """Return the first head of a tensor-parallel rank, and the one after its last."""
         first = rank // self.replicas * self.per_rank
         return first, first + self.per_rank
 

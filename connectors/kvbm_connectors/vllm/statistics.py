@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 PASSES_THROUGH = "passes_through: "
-"""What the reason of an engine that passes through stands behind."""
+"""The prefix of a count's name that ends with the reason why the engine passes through."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ from kvbm_connectors.vllm.engine_types import SchedulerOutput
 from kvbm_connectors.vllm.tracked import Tracked
 
 STEP_TOKENS = 2_048
-"""Where vLLM does not tell how many tokens a step has at most."""
+"""The tokens of a step, at most, where vLLM does not tell."""
 
 
 def monotonic_us() -> int:

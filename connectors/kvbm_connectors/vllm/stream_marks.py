@@ -1,7 +1,7 @@
 """Marks in the ranks' compute streams, for KV that is written after a step has been reported.
 
 A draft model's pass may still run when its step has been reported. So blocks that it writes are
-offered behind a mark: the plan of a later step lays it in the stream of every rank, and a rank
+offered after a mark: the plan of a later step lays it in the stream of every rank, and a rank
 reports it when the stream has come so far. Streams keep their order: what was begun before the mark
 is done then.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 MarkEnd = tuple[int, bool]
 """A mark that is over, and whether the streams have passed it. False: that is unknown."""
 MARK_DEADLINE_S = 60.0
-"""How long a mark waits for its last rank: longer than any step takes. vLLM frees nothing that
-waits behind it."""
+"""The longest wait of a mark for its last rank, in seconds; no step takes as long. vLLM frees
+nothing that waits for the mark."""
 
 
 class RankMarks:
@@ -74,7 +74,7 @@ class StreamMarks:
         self._ends: list[MarkEnd] = []
 
     def lay(self, mark: int, gpu: Gpu | None, *, on_host: bool) -> None:
-        """Put a mark behind all that has begun. `on_host`: KV is in host memory, and the engine's
+        """Put a mark after all that has begun. `on_host`: KV is in host memory, and the engine's
         thread has written it when it comes here. Of a GPU that is not open nothing is known."""
         if gpu is None:
             self._ends.append((mark, on_host))

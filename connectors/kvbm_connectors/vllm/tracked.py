@@ -91,7 +91,7 @@ class Tracked:
     """All blocks of the tokens before this one have been offered, or need not be."""
     offers: set[int] = field(default_factory=set)
     """Offers that are not over: as long as there are any, the blocks are held. A negative one waits
-    behind the mark of that number."""
+    after the mark of that number."""
     finished: bool = False
     boundaries: set[int] = field(default_factory=set)
     """Numbers of tokens at which other requests may hit, so that windows are held before them."""
@@ -192,7 +192,7 @@ class Tracked:
 
     @property
     def offers_decoded(self) -> bool:
-        """Whether all blocks that it has not offered were computed token by token."""
+        """Tell whether all blocks that were not offered yet were computed token by token."""
         return 0 < self.decodes_from <= self.offered
 
     @property
@@ -250,7 +250,7 @@ class Tracked:
         ]
 
     def offer_again(self, hasher: Hasher, run: OfferRun) -> None:
-        """Note that the blocks of a run, and those behind it, are offered no longer."""
+        """Note that the blocks of a run, and those after it, are offered no longer."""
         names = self.names[hasher.namespace.group]
         first = names.index(run.hashes[0]) * hasher.namespace.block_tokens
         self.offered = min(self.offered, first)

@@ -28,6 +28,13 @@ def takes_failed_requests() -> bool:
     return hasattr(base, "KVConnectorTransferResults")
 
 
+def tells_of_sleep() -> bool:
+    """Return whether this vLLM says when it unmaps KV tensors (from 0.33 on)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+
+
 def repeats_request_ids() -> bool:
     """Return whether a request may have the id of one that has ended: vLLM makes ids unique unless
     a variable forbids it. All versions have it."""

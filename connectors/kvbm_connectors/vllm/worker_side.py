@@ -253,7 +253,7 @@ class WorkerSide:
 
 
 def _bad_blocks(result: LoadResult) -> Sequence[int]:
-    """Return all blocks from the first that failed on: what is behind it cannot be used without
+    """Return all blocks from the first that failed on: what is after it cannot be used without
     it."""
     return result.load.blocks[result.usable :]
 

@@ -112,7 +112,7 @@ def _status_tables(told: Json) -> list[Rows]:
 
 
 def _audit_tables(told: Json) -> list[Rows]:
-    """Return the changes; what was asked for stands behind the verb, without who asked."""
+    """Return the changes; what was asked for stands after the verb, without who asked."""
     return [
         [
             {"when": date_and_clock(one["ts_ms"]), "actor": one["actor"], "verb": one["verb"],

@@ -33,7 +33,7 @@ class ApiError(KvbmError):
         super().__init__(message)
         self.code = code
         self.is_callers = status in WRONG_QUESTION
-        """Whether the question itself is wrong, so that another try would end the same."""
+        """True if the question itself is wrong, so that another try would end the same."""
 
 
 class ApiAway(KvbmError):
@@ -82,7 +82,8 @@ class Client:
     def get(self, path: str, **query: object) -> Any:
         """Ask; raises ApiError, ApiAway, NotKvbm, and ConfigError for a redirect."""
         given = {name: value for name, value in query.items() if value is not None}
-        return self._send("GET", path + ("?" + urlencode(given) if given else ""), None)
+        asked = "?" + urlencode(given, quote_via=quote) if given else ""
+        return self._send("GET", path + asked, None)
 
     def post(self, path: str, body: object) -> Any:
         """Change, or ask with a body; raises what `get` raises."""

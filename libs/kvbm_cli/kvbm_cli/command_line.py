@@ -42,17 +42,17 @@ def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
     except KvbmError as error:
         exit_with(f"kvbm: {error}", code_of(error))
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
         sys.exit(REFUSED)
     except OSError as error:
         if error.filename is None:  # Standard output may be full.
-            _drop_output()
+            drop_output()
         where = f"{error.filename}: " if error.filename is not None else ""
         text = os.strerror(error.errno) if error.errno else str(error)
         exit_with(f"{name}: {where}{text}", WRONG if error.filename is not None else REFUSED)
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
     """Write no more: Python flushes standard output at its end, and would report it again."""
     with contextlib.suppress(io.UnsupportedOperation):  # It is no file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

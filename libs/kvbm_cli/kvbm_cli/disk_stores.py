@@ -12,12 +12,14 @@ import json
 import os
 import re
 import threading
-import time
 from collections.abc import Sequence, Set
+from functools import partial
 from pathlib import Path
 
 from kvbm_common.config.settings import Settings
 from kvbm_common.runtime.mounts import last_noted, missing_mount
+
+from kvbm_cli.looks import look_at_once
 
 JOURNAL, HEADER = "journal", "header"
 """A directory with a journal is a disk tier's store; its header says whose."""
@@ -25,11 +27,13 @@ HEADER_BYTES_MAX = 64 * 1024
 NUMBERS = range(64)
 """These numbers are looked for among the notes on mounts, whose names are hashes."""
 LOOK_S = 2.0
-"""How long a look at the directories may take; one that hangs has the number that was noted."""
+"""The time that a look at the directories may take; one that hangs has the number that was
+noted."""
 DECIDED_MAX = 64
 """The most lists of directories that a process remembers."""
 _decided: dict[tuple[tuple[Path, ...], str, str, Path], list[int]] = {}
-"""What was decided holds for the process: its tiers run, and a look at a disk that hangs costs."""
+"""Directories and settings → the numbers that were decided. They hold for the process: its tiers
+run, and a look at a disk that hangs costs."""
 _deciding = threading.Lock()
 
 
@@ -48,21 +52,8 @@ def directories_by_number(settings: Settings) -> dict[int, Path]:
 def _decide(settings: Settings) -> list[int]:
     """Look at all directories at once: one that hangs must not delay or hide the others."""
     directories = settings.disk_cache_dirs
-    found: dict[int, set[int]] = {}
-
-    def look(place: int) -> None:
-        found[place] = numbers_in(directories[place], settings)
-
-    looks = [
-        threading.Thread(target=look, args=(place,), name=f"disk-stores-{place}", daemon=True)
-        for place in range(len(directories))
-    ]
-    end = time.monotonic() + LOOK_S
-    for one in looks:
-        one.start()
-    for one in looks:
-        one.join(max(0.0, end - time.monotonic()))
-    answered = dict(found)  # A thread that is left behind may still write.
+    looks = [partial(numbers_in, directory, settings) for directory in directories]
+    answered = look_at_once(looks, within_s=LOOK_S)
     held = [
         answered[place]
         if place in answered
@@ -83,13 +74,15 @@ def numbers_of(held: Sequence[set[int]], silent: Set[int] = frozenset()) -> list
     [2, 0, 1]
     >>> numbers_of([{0, 1}, {0, 1}])
     [0, 1]
+    >>> numbers_of([{0, 2}, {0}, {1}])
+    [2, 0, 1]
     >>> numbers_of([set(), set(), {0}], {1})
     [2, 1, 0]
     """
     chosen = {place: place for place, numbers in enumerate(held) if place in numbers}
-    for place, numbers in enumerate(held):
-        if place not in chosen and numbers - set(chosen.values()):
-            chosen[place] = min(numbers - set(chosen.values()))
+    for place in range(len(held)):
+        if place not in chosen:
+            _choose(place, held, chosen, set())
     for place in sorted(range(len(held)), key=lambda place: place not in silent):
         if place not in chosen:
             free = set(range(len(held))) - set(chosen.values())
@@ -97,12 +90,27 @@ def numbers_of(held: Sequence[set[int]], silent: Set[int] = frozenset()) -> list
     return [chosen[place] for place in range(len(held))]
 
 
+def _choose(place: int, held: Sequence[set[int]], chosen: dict[int, int], tried: set[int]) -> bool:
+    """Give a directory the number of a store that it holds, if there is one for it.
+
+    A directory that has that number moves to another that it holds: so the most directories keep a
+    store. Each number is `tried` once.
+    """
+    for number in sorted(held[place] - tried):
+        tried.add(number)
+        owner = next((one for one, taken in chosen.items() if taken == number), None)
+        if owner is None or _choose(owner, held, chosen, tried):
+            chosen[place] = number
+            return True
+    return False
+
+
 def numbers_in(directory: Path, settings: Settings) -> set[int]:
     """Return the numbers of the disk tiers of these settings whose stores a directory holds.
 
     Or that of the store which it held when its disk was mounted.
     """
-    first = re.escape(f"kvbm-{settings.host}-{settings.instance}")
+    first = re.escape(settings.store_name(settings.instance))
     name = re.compile(rf"{first}(-[1-9]\d*)?")
     matches: list[re.Match[str]] = []
     with contextlib.suppress(OSError):

@@ -51,6 +51,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
 
 
 def epilog_of(command: str) -> str | None:
-    """Return the lines behind the options of a command's help, if there are examples."""
+    """Return the lines after the options of a command's help, if there are examples."""
     lines = EXAMPLES.get(command, ())
     return "\n\n".join(["Examples:", *lines]) if lines else None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
 
 import typer
 from kvbm_common.errors import ConfigError
+from kvbm_common.tier.reasons import MEANINGS
+from kvbm_common.wire.explain import REQUEST_CHARS_MAX
 
-from kvbm_cli.admin_client import Client
+from kvbm_cli.admin_client import ApiError, Client
 from kvbm_cli.asking import AS_JSON, URL, Json, Rows, picked, run
 from kvbm_cli.printing import clock
 
 
 def explain(
     request: str | None = typer.Argument(None, help="The engine's own id of the request."),
-    reason: str | None = typer.Option(None, help="Without an id: those that missed for this."),
+    reason: str | None = typer.Option(
+        None, help="Without an id: those that missed for this, as `evicted`."
+    ),
     engine: str | None = typer.Option(None, help="Without an id: those of this engine."),
     missed: bool = typer.Option(False, help="Without an id: those that missed a block."),
     last: int = typer.Option(20, min=1, max=1000, help="Without an id: so many of the newest."),
@@ -26,15 +29,30 @@ def explain(
 
     def ask(api: Client) -> Json:
         if request is None:
-            return api.get(
-                "/v1/explain", limit=last, missed=missed or None, reason=reason, engine=engine
-            )
+            return _latest(api, limit=last, missed=missed or None, reason=reason, engine=engine)
         if not request:
             raise ConfigError("kvbm explain", request, "the id of a request")
-        return api.get(f"/v1/explain/{quote(request, safe='')}")
+        return api.get("/v1/explanation", request=request[:REQUEST_CHARS_MAX])
 
     tables = _list_tables if request is None else _explain_tables
     run(ask, tables, url, as_json)
+
+
+def _latest(api: Client, *, reason: str | None, **query: object) -> Json:
+    """Return the latest requests; raises ConfigError for a reason that does not exist.
+
+    A newer host tier may have reasons of its own: one that is in an answer exists.
+    """
+    is_known = reason is None or reason in MEANINGS
+    try:
+        told = api.get("/v1/explain", reason=reason, **query)
+    except ApiError as error:
+        if is_known or not error.is_callers:
+            raise
+        told = {"requests": []}
+    if not (is_known or told["requests"]):
+        raise ConfigError("--reason", reason, f"one of {', '.join(MEANINGS)}")
+    return told
 
 
 def _list_tables(told: Json) -> list[Rows]:

@@ -32,7 +32,7 @@ COLUMNS: Mapping[str, str] = {
     "route": "engines",
     "holders": "holders",
 }
-"""Which list of a reply is the table."""
+"""Question → the list of its reply that becomes the table."""
 
 
 def index(

@@ -24,6 +24,7 @@ from kvbm_cli.command_line import (
     REFUSED,
     WRONG,
     code_of,
+    drop_output,
     exit_with,
     one_line,
     prepare_streams,
@@ -118,13 +119,20 @@ def _options() -> Callable[..., None]:
 
 
 def _further_commands(wanted: str) -> dict[str, Callable[..., Any]]:
+    """Return the command that is wanted; all of them for a list, or where none has this name."""
+    entries = {entry.name: entry for entry in entry_points(group=COMMANDS)}
+    entry = entries.get(wanted)
+    if entry is not None and entry.module.startswith("kvbm_cli."):  # No verb has its name.
+        return {wanted: _load(entry, wanted=True)}
     from kvbm_cli import verb_commands
 
     verbs = verb_commands.commands()
+    if wanted in verbs:
+        return {wanted: verbs[wanted]}
+    if entry is not None:
+        return {wanted: _load(entry, wanted=True)}
     return verbs | {
-        entry.name: _load(entry, wanted=wanted == entry.name)
-        for entry in entry_points(group=COMMANDS)
-        if entry.name not in verbs
+        name: _load(other, wanted=False) for name, other in entries.items() if name not in verbs
     }
 
 
@@ -196,10 +204,12 @@ def _host_findings() -> list[Finding]:
     from kvbm_common.config.settings import Settings
 
     from kvbm_cli.doctor.checks import examine
-    from kvbm_cli.doctor.gather import gather
+    from kvbm_cli.doctor.directories import silent_directories
+    from kvbm_cli.doctor.gather import LOOK_S, gather
 
     settings = _settings_or_exit(Settings.load)
-    return examine(gather(settings), settings)
+    silent = silent_directories(settings, within_s=LOOK_S)
+    return silent or examine(gather(settings), settings)
 
 
 def _live_findings(url: str) -> list[Finding]:
@@ -271,7 +281,7 @@ def _kinds_of(text: str) -> list[str]:
 
 
 async def _stay_up(stack: Stack) -> None:
-    """Run a stack until SIGINT or SIGTERM."""
+    """Run a stack until SIGINT, SIGTERM, or the end of its terminal (SIGHUP)."""
     started_s = time.monotonic()
     here = asyncio.current_task()
     assert here is not None
@@ -284,7 +294,10 @@ async def _stay_up(stack: Stack) -> None:
             stopping.set()
             here.cancel()
 
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # As it is behind nohup.
+        signals.append(signal.SIGHUP)
+    for signal_number in signals:
         loop.add_signal_handler(signal_number, stop)
     try:
         async with stack:
@@ -293,7 +306,10 @@ async def _stay_up(stack: Stack) -> None:
     except asyncio.CancelledError:
         if not stopping.is_set():
             raise
-        print("stopped", flush=True)
+        try:
+            print("stopped", flush=True)
+        except OSError:  # Its terminal is gone, or its pipe.
+            drop_output()
 
 
 def _print_stack(stack: Stack, seconds: float) -> None:

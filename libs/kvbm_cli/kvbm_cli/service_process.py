@@ -60,7 +60,8 @@ class ServiceProcess:
         self._task: asyncio.Task[int] | None = None
         self._ready = asyncio.Event()
         self._was_ready = False
-        """Whether it has served since `start`: if not, the start itself failed: no restart."""
+        """True if it has served since `start`: if not, the start itself failed, and there is no
+        restart."""
         self._unwanted = asyncio.Event()
 
     @property
@@ -71,7 +72,8 @@ class ServiceProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the service has said that it serves; for tests, `wait_ready` waits for it."""
+        """Tell whether the service has said that it serves; for tests, `wait_ready` waits for
+        it."""
         return self._ready.is_set()
 
     def start(self) -> None:

@@ -12,11 +12,17 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from kvbm_common.access.addresses import is_loopback
-from kvbm_common.access.nats_access import PORT, NatsAccess, nats_access, stream_limits
+from kvbm_common.access.nats_access import (
+    PORT,
+    NatsAccess,
+    has_credentials,
+    nats_access,
+    stream_limits,
+)
 from kvbm_common.access.roles import ADMIN
 from kvbm_common.access.secret_files import make_private_directory
-from kvbm_common.config.declarations import all_settings
 from kvbm_common.config.schema import redacted
+from kvbm_common.config.secret_variables import environ_for
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, ServiceFailed
 from kvbm_common.memory.arena import remove_stale
@@ -35,7 +41,7 @@ from kvbm_cli.stack_processes import all_instances, port_of, processes_of
 NATS = "nats"
 SERVICES = ("consolidator", "index", "host-tier", "disk-tier", "object-tier", "metrics")
 READY_DEADLINE_S = 60.0
-"""How long a service may take to start. Two seconds are usual; a machine with ten busy processes
+"""The seconds that a service may take to start. Two are usual; a machine with ten busy processes
 for two cores took more than 15. A service that ends is noticed at once."""
 ALLOCATE_S_PER_GB = 8.0
 """Additional time for the arena, which is allocated first. Measured: 0.2 s per GB, and 4 s on a
@@ -45,22 +51,12 @@ STOP_DEADLINE_S = 3.7
 NATS_STOP_DEADLINE_S = 0.8
 LOOPBACK = "127.0.0.1"
 OF_ITS_OWN = "KVBM_RUNTIME_DIR, KVBM_STATE_DIR, KVBM_NATS_URL, KVBM_HOST and DYN_KVBM_METRICS_PORT"
-"""What a second stack on a machine does not share with the first."""
-SECRETS: Mapping[str, Sequence[str]] = {
-    **{one.variable: one.only_for for one in all_settings() if one.only_for},
-    **dict.fromkeys(
-        ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"), ("object-tier",)
-    ),
-}
-"""Variables that only these kinds of services get."""
+"""Settings that a second stack on a machine does not share with the first."""
 
 
 def environ_of(kind: str, settings: Settings) -> dict[str, str]:
     """Return the variables of a service: those of this process without secrets of others."""
-    variables = {
-        name: text for name, text in os.environ.items() if kind in SECRETS.get(name, (kind,))
-    }
-    return variables | settings.as_environ(kind)
+    return environ_for(kind, os.environ) | settings.as_environ(kind)
 
 
 def ready_deadline_s(kind: str, settings: Settings) -> float:
@@ -161,12 +157,12 @@ class Stack:
 
     @property
     def admin(self) -> NatsAccess:
-        """How the role admin reaches NATS; raises ConfigError."""
+        """Return how the role admin reaches NATS; raises ConfigError."""
         return nats_access(self.settings, ADMIN)
 
     @property
     def log_dir(self) -> Path | None:
-        """Where the services write their logs."""
+        """Return the directory of the services' logs."""
         return self._log_dir
 
     @property
@@ -256,6 +252,12 @@ class Stack:
             )
             self._nats.server.more = {"authorization": users}
             await self._nats.start()
+        elif has_credentials(self.settings, ADMIN):
+            await self._make_streams()
+        else:
+            self._leave_streams()
+
+    async def _make_streams(self) -> None:
         access = self.admin
         if access.guarded:
             bus = await Bus.connect(access, "kvbm-up", deadline_s=READY_DEADLINE_S)
@@ -263,6 +265,14 @@ class Stack:
                 await set_up_streams(bus)
             finally:
                 await bus.close()
+
+    def _leave_streams(self) -> None:
+        """Leave the streams to where the admin's credential is; raises ConfigError for a service.
+
+        A further host has credentials of its services alone. One that finds no stream says so.
+        """
+        for kind in {service.kind for service in self.services.values()}:
+            nats_access(self.settings, kind)
 
     def _make_nats(self, *, restart: bool) -> NatsProcess:
         """Make the server at the address of the settings; raises ConfigError for a remote one."""
@@ -281,7 +291,7 @@ class Stack:
             port=url.port or PORT,
             store_bytes=stream_limits(self.settings).store_bytes,
         )
-        return NatsProcess(server, restart=restart)
+        return NatsProcess(server, restart=restart, make_streams=self._make_streams)
 
     def _take_lock(self) -> None:
         """Take the lock of the runtime directory: a second stack would take its sockets away."""
@@ -303,11 +313,28 @@ class Stack:
                 "set KVBM_STATE_DIR and KVBM_NATS_URL as well to run another stack"
             ) from error
 
+    def _router_sockets(self) -> list[Path]:
+        """Return the sockets for routers in the locked directory: those of a killed consolidator.
+
+        Elsewhere they may be another stack's.
+        """
+        names = [
+            Path(endpoint.removeprefix("ipc://")).name
+            for endpoint in (self.settings.router_endpoint, self.settings.router_replay_endpoint)
+            if endpoint.startswith(f"ipc://{self.settings.runtime_dir}/")
+        ]
+        return [
+            path
+            for name in names
+            for pattern in (name, f"{name}_dp[0-9]*")
+            for path in self.settings.runtime_dir.glob(pattern)
+        ]
+
     def _release_runtime_dir(self) -> None:
         """Remove what killed services left behind, then let another stack in."""
         assert self._lock is not None
         runtime_dir = self.settings.runtime_dir
-        leftovers = [runtime_dir / "stack.lock"]
+        leftovers: list[Path] = []
         if "host-tier" in self.services:
             # Arenas of another stack on a host of the same name are locked, and stay.
             remove_stale(self.settings.shm_dir, f"kvbm-{self.settings.host}-")
@@ -317,7 +344,9 @@ class Stack:
         if "consolidator" in self.services:
             socket = self.settings.consolidator_endpoint.removeprefix("ipc://")
             leftovers += [Path(socket), Path(f"{socket}.lock")]
-        for path in leftovers:
+            leftovers += self._router_sockets()
+        # Its lock goes last: without it another stack may begin here.
+        for path in (*leftovers, runtime_dir / "stack.lock"):
             with contextlib.suppress(OSError):
                 path.unlink()
         self._lock.close()

@@ -96,7 +96,7 @@ attaches, and what the engine has lent and offered by then stays valid across a 
 """
 
 
-class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Everything that makes the bytes of two engines incompatible.
 
     `digest` keys the hash, so a match across namespaces cannot happen. It travels readable beside
@@ -119,7 +119,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Where blocks are not cut by heads: how many tensor-parallel ranks hold other bytes."""
     pipeline_parallel: int = 1
     parts: str = ""
-    """How a block is cut (`tier/parts.py`): ranges, layers of each, head groups, as `4x8x8`. Empty:
+    """The cut of a block (`tier/parts.py`): ranges, layers of each, head groups, as `4x8x8`. Empty:
     a part for each rank."""
     format: int = FORMAT
     """The naming rules, so that names of another release are never found: TENANT_FORMAT with a
@@ -155,7 +155,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                     f"namespace.{field} has {length} characters, must have ≤ {TEXT_MAX}"
                 )
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes: BLAKE2b-256 of the fields as JSON (sorted keys, no spaces, UTF-8).
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvbm_common.wire.local import Attach, Beat, Detach
+from kvbm_common.wire.consolidator import Attach, Detach
+from kvbm_common.wire.local import Beat
 from kvbm_connectors.client.pass_through import PassThrough
 from msgspec.structs import replace
 

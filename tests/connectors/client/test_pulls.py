@@ -23,6 +23,7 @@ from tests.connectors.ranks import BLOCK_BYTES, DEVICE_BLOCKS, SLOT_COUNT, THEIR
 from tests.gpu.fake_runtime import FakeRuntime
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
 LOOKS = 5
 """So often a wait that has ended is looked at while nothing happens."""
 

@@ -9,20 +9,16 @@ from pathlib import Path
 import pytest
 from kvbm_common.identity import pack_hashes
 from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.wire.consolidator import Attach, Detach, FromConsolidator, Offered, ToConsolidator
 from kvbm_common.wire.local import (
-    Attach,
     Bye,
     Confirm,
-    Detach,
-    FromConsolidator,
     FromHostTier,
     Hello,
     Lookup,
-    Offered,
     Pulled,
     Refused,
     Release,
-    ToConsolidator,
     ToHostTier,
 )
 from kvbm_common.wire.session_hint import SessionHint

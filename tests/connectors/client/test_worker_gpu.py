@@ -24,6 +24,8 @@ from tests.gpu.fake_runtime import FakeRuntime
 from tests.libs.nixl_owner import Owner, content
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
+
 
 class GpuRank:
     """Two regions of a device's memory and their worker half."""

@@ -7,7 +7,9 @@ model and the core compute names on different paths.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from kvbm_common.identity import (
     Hasher,
@@ -17,6 +19,9 @@ from kvbm_common.identity import (
     hashes_from_hex,
     request_extras,
 )
+from kvbm_common.nats.snapshots import joined
+from kvbm_common.tier.announcer import Pages
+from kvbm_common.wire.consolidator import Attach, Attached
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -26,8 +31,9 @@ from kvbm_common.wire.engine_events import (
     EngineHash,
     decode_batch,
 )
-from kvbm_common.wire.events import Cleared, Event, Removed, Stored
-from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
+from kvbm_common.wire.local import Refused
+from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
 from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_connectors.consolidator.core.messages import (
@@ -50,7 +56,12 @@ from kvbm_connectors.consolidator.core.messages import (
     StreamKey,
     Tick,
 )
-from kvbm_connectors.consolidator.core.router_stream import Frame, short_hash
+from kvbm_connectors.consolidator.core.router_stream import (
+    MEDIA,
+    ONE_MEDIUM,
+    Frame,
+    short_hash,
+)
 
 NAMESPACE = Namespace(model="model", block_tokens=2)
 INCARNATION = "00000000000000aa"
@@ -83,9 +94,14 @@ def batch_received(
     return EngineBatchesReceived(stream, ((seq, batch),), replay)
 
 
+def whole_of(pages: Pages | None) -> SnapshotReply | None:
+    """The pages of a snapshot, made now, as one."""
+    return None if pages is None else joined([page() for page in pages])
+
+
 def held(core: EnginesCore, engine: str = "sim-0") -> set[SequenceHash]:
     """Every block of an engine with an epoch, by its snapshot."""
-    snapshot = core.snapshot(engine)
+    snapshot = whole_of(core.snapshot_pages(engine))
     assert snapshot is not None, engine
     runs = [run for part in snapshot.parts for run in part.runs]
     return {hash_from_hex(text) for run in runs for text in run.hashes}
@@ -216,8 +232,9 @@ class Router:
         self.held: set[tuple[str | None, EngineHash]] = set()
         self.next_seq = 0
 
-    def read(self, frame: Frame) -> None:
-        """One batch; a hole in the numbers must begin with `AllBlocksCleared`."""
+    def read(self, frame: Frame, said: Collection[tuple[str, EngineHash]] = ()) -> None:
+        """One batch; a hole in the numbers must begin with `AllBlocksCleared`. A block whose parent
+        is in `said`, by medium, comes after it."""
         events = decode_batch(frame.payload).events
         cleared = bool(events) and isinstance(events[0], AllBlocksCleared)
         assert cleared or frame.seq == self.next_seq, (frame.seq, self.next_seq)
@@ -227,6 +244,8 @@ class Router:
                 case BlockStored():
                     blocks = {(event.medium, block) for block in event.block_hashes}
                     assert self.held.isdisjoint(blocks), "stored twice"
+                    parent = event.medium, event.parent
+                    assert parent in self.held or parent not in said, "it comes before its parent"
                     assert len(event.token_ids) == len(blocks) * event.block_size
                     self.held |= blocks
                 case BlockRemoved():
@@ -245,6 +264,7 @@ class Harness:
             "h", replace(limits or ConsolidatorLimits(), naming=True), dedup=dedup
         )
         self.core = self.whole.engines
+        self.is_dedup = dedup
         self.now_ms = 0
         self.truth, self.consolidated = Reader(), Reader()
         self.routers: dict[int, Router] = {}
@@ -255,6 +275,8 @@ class Harness:
         self.is_patient = False
         """`GoOn` comes when the test says so, and other inputs before it."""
         self._owes_go_on = False
+        self.parents_first = False
+        """The engine stores no block before its parent, so that routers hear of none."""
 
     @property
     def events(self) -> list[Event]:
@@ -284,7 +306,8 @@ class Harness:
                     self.consolidated.read(published)
                     continue
                 case Broadcast(frame):
-                    self.routers.setdefault(frame.stream.rank, Router()).read(frame)
+                    router = self.routers.setdefault(frame.stream.rank, Router())
+                    router.read(frame, self._said_to(frame.stream.rank))
                     continue
                 case Publish(published):
                     self.truth.read(published)
@@ -306,14 +329,26 @@ class Harness:
             count -= 1
             self.send(GoOn())
 
+    def _said_to(self, rank: int) -> set[tuple[str, EngineHash]]:
+        """What the consolidated stream says of a rank, as routers call it; nothing of an engine
+        that stores children first."""
+        if not self.parents_first:
+            return set()
+        media = ONE_MEDIUM if self.is_dedup else MEDIA
+        live = self.consolidated.live.get(rank, ())
+        return {(media[cast(Tier, tier)], short_hash(block)) for tier, block in live}
+
     def _refuse_orphans(self, event: Event) -> None:
-        """Refuse, as Dynamo's router, a block of a tier before a parent that some tier has."""
-        if not isinstance(event, Stored) or event.tier == "device":
+        """Refuse, as Dynamo's router, a block before a parent that some tier has; where each tier
+        is said for itself, a parent in the same tier."""
+        if not isinstance(event, Stored):
             return
-        said = self.consolidated.blocks(event.rank)
+        live = self.consolidated.live.get(event.rank, ())
+        said = {block for tier, block in live if self.is_dedup or tier == event.tier}
         for run in event.runs:
             parent = hash_from_hex(run.parent)
-            is_held = self.whole.consolidated.tiers.has_any([parent], event.namespace)
+            tiers = set(self.whole.consolidated.tiers.holding(parent, event.namespace))
+            is_held = bool(tiers) if self.is_dedup else event.tier in tiers
             assert parent in said or not is_held, f"{run.hashes[0]} comes before {run.parent}"
             said |= set(hashes_from_hex(run.hashes))
 

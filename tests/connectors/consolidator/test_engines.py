@@ -62,7 +62,7 @@ def test_an_engine_s_stream_is_understood(path: Path) -> None:
 
 
 def multimodal(document: dict[str, Any]) -> set[SequenceHash]:
-    """Blocks of tokens 5, 6 behind 1 to 4 that hold some content."""
+    """Blocks of tokens 5, 6 after 1 to 4 that hold some content."""
     parent = chain((1, 2, 3, 4))[-1]
     return {
         HASHER.chain((5, 6), parent=parent,

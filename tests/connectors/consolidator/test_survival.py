@@ -17,8 +17,9 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.service.process import serve
+from kvbm_common.wire.consolidator import Attached
 from kvbm_common.wire.engine_events import AllBlocksCleared
-from kvbm_common.wire.local import Attached, Beat
+from kvbm_common.wire.local import Beat
 from kvbm_common.wire.verbs import verb_subject
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
 from kvbm_connectors.consolidator.shell.service import serve_consolidator

@@ -6,7 +6,8 @@ import pytest
 from kvbm_common.checksum import pack_sums
 from kvbm_common.config.settings import Settings
 from kvbm_common.identity import pack_hashes
-from kvbm_common.wire.local import Confirm, Lookup, Offered, OfferedRun, Outcome, Release
+from kvbm_common.wire.consolidator import Offered, OfferedRun
+from kvbm_common.wire.local import Confirm, Lookup, Outcome, Release
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_connectors.core.messages import (
     ConnectorLimits,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 from kvbm_common.identity import unpack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from kvbm_common.wire.local import Found, Lookup, to_host_tier
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 from kvbm_connectors.core.messages import ConnectorMisuse, Hit, LoadResult, OfferRun
 
 from tests.connectors.helpers import BLOCK_BYTES, EPOCH, LIMITS, NAMESPACE, Engine, name, numbers

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from kvbm_common.wire.local import Lookup, Outcome
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 from kvbm_connectors.core.messages import LoadResult, Origin
 
 from tests.connectors.helpers import ANSWER_MS, LEASE_MS, Engine, answer, name, of

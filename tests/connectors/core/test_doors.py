@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def test_a_look_at_a_part_is_found() -> None:
 def test_the_view_is_frozen_and_its_counts_cannot_be_written() -> None:
     """A shell that could write a counter would be a second writer of the core's state."""
     view = Engine().core.view
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         view.epoch = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         view.counts["loads"] = 1  # type: ignore[index]

@@ -14,8 +14,8 @@ import pytest
 from kvbm_common.errors import ConfigError
 from kvbm_common.memory.committed_table import CommittedTable
 from kvbm_connectors.client.weights import UnreadableWeights
+from kvbm_connectors.sglang.committed_pages import CommittedPages
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
-from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options, Stream, stream_of
 from kvbm_connectors.sglang.weights import revision_of
 
@@ -62,7 +62,7 @@ def test_known_pages_are_those_of_the_present_arena(tmp_path: Path) -> None:
     of one that does not answer, nothing is known."""
     arena = str(tmp_path / "arena")
     seven = welcome(7, arena_path=arena)
-    known = Known()
+    known = CommittedPages()
     assert not known.covers([name(1)], seven, epoch=7)
     table = CommittedTable.create(arena, slot_count=4, epoch=7)
     table.add([name(1), name(2)])
@@ -133,7 +133,15 @@ def test_models_that_are_served_under_one_name_are_two(tmp_path: Path) -> None:
     ]
     assert len(set(found)) == len(found)
     assert revision(model_path=path, kv_cache_dtype="auto") == revision(model_path=path)
-    assert revision_of(None) == ""
+
+
+@pytest.mark.parametrize("arguments", [None, SimpleNamespace(load_format="auto")], ids=str)
+def test_a_model_that_nothing_is_known_of_has_no_name(arguments: Any) -> None:
+    """Goal: where a later SGLang keeps its arguments elsewhere, two models under one served name
+    share no page. An operator may name the weights."""
+    with pytest.raises(UnreadableWeights, match="arguments"):
+        revision_of(arguments)
+    assert revision_of(arguments, named="poet").startswith("poet")
 
 
 def test_dummy_weights_are_named_by_the_engine_s_life(monkeypatch: pytest.MonkeyPatch) -> None:

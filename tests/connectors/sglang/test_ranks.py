@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kvbm_common.wire.local import Attach as Attached
+from kvbm_common.wire.consolidator import Attach as Attached
 from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang.options import Options, Stream
 from kvbm_connectors.sglang.storage import Storage

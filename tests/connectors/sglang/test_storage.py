@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from kvbm_common.wire.verbs import OFFER_BLOCKS_MAX
 from kvbm_connectors.client import link_thread
 from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang import store as store_module
@@ -53,6 +54,23 @@ def test_pages_come_back_as_they_were(attach: Attach, layout: str, mla: bool) ->
     assert theirs.all_counts()["kv.verified_blocks"] == COUNT
 
 
+def test_more_pages_than_an_offer_may_name(attach: Attach) -> None:
+    """Goal: SGLang stores the pages of a side pool at once, however many: with pages of one token
+    those of a long prompt are more than a host tier takes in one offer."""
+    count = OFFER_BLOCKS_MAX + 10
+    pool = Pool(pages=count, page_size=1)
+    engine = attach(pool)
+    for page in (0, count - 1):
+        pool.fill(page, page)
+    keys = keys_of("many", count)
+    assert engine.set(keys, pool.indices(range(count)), None) == [True] * count
+    pool.memory[:] = 0
+    assert engine.exists(keys) == count
+    assert engine.get(keys, pool.indices(range(count))) == [True] * count
+    assert pool.holds(0, 0)
+    assert pool.holds(count - 1, count - 1)
+
+
 def test_what_is_stored_is_there_for_everybody(attach: Attach) -> None:
     """Storing returns when it is committed, not when it was pulled: another engine, which asks at
     once through a socket of its own, finds it every time."""
@@ -66,7 +84,7 @@ def test_what_is_stored_is_there_for_everybody(attach: Attach) -> None:
 
 
 def test_hits_are_consecutive(attach: Attach) -> None:
-    """What comes behind a gap does not count, and is not loaded."""
+    """What comes after a gap does not count, and is not loaded."""
     pool = Pool()
     storage = attach(pool)
     keys = keys_of("gap", COUNT)
@@ -209,7 +227,7 @@ def test_latent_attention_has_one_writer(attach: Attach) -> None:
 
 
 def test_a_state_pool_restores_at_its_boundaries(attach: Attach) -> None:
-    """1. Every KV page is stored, states only behind pages 2 and 4. 2. A prefix can be restored
+    """1. Every KV page is stored, states only after pages 2 and 4. 2. A prefix can be restored
     up to there, and nowhere else. 3. The state comes back."""
     pool, states = Pool(), Pool(page_size=1)
     storage = attach(pool, mamba=states)
@@ -315,7 +333,7 @@ def test_errors_are_misses_that_are_counted(
     assert storage.get(keys, odd) == [False, False]
     assert storage.exists(keys, "nobody") == 0
     assert storage.exists_in_all(keys, []).pages == 0
-    storage.refuse("batch_get")
+    storage.count_unsupported("batch_get")
     counts = storage.all_counts()
     assert counts["failed.set.UnknownPool"] == counts["failed.get.UnknownPool"] == 1
     assert counts["failed.exists.KeyError"] == counts["unsupported.batch_get"] == 1

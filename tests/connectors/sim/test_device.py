@@ -15,6 +15,8 @@ from kvbm_connectors.sim.process import runtime_of
 from tests.connectors.helpers import INCARNATION, NAMESPACE, name
 from tests.gpu.fake_runtime import FakeRuntime
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
+
 
 def config(directory: Path, **changes: object) -> EngineConfig:
     """A small engine whose host tier nobody has started."""

@@ -1,7 +1,7 @@
 """The methods of TensorRT-LLM's two base classes, as read in its sources, by stage.
 
 `1.2` is release 1.2 (_torch/pyexecutor/kv_cache_connector.py). The candidates of 1.3, and the main
-branch behind them, have the module in `connectors/`; their stages differ in what is optional.
+branch after them, have the module in `connectors/`; their stages differ in what is optional.
 """
 
 from __future__ import annotations

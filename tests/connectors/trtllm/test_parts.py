@@ -59,6 +59,7 @@ from tests.connectors.trtllm.package import (
 from tests.gpu.fake_runtime import FakeRuntime
 from tests.recording import recorded
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
 LIFE = "0" * 16
 
 # ---- the classes and where they come from ----------------------------------------------------
@@ -627,7 +628,7 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
             side.register(regions_of_tensor(tensor), partial(Gpu, runtime) if on_gpu else None)
             compute = runtime.stream(urgent=False)
             side.start(plan, compute_stream=compute)
-            # The copy begins behind the stream that the engine has named for this very step.
+            # The copy begins after the stream that the engine has named for this very step.
             assert on_gpu is any(
                 call[0] == "record" and call[2] == compute for call in runtime.calls
             )

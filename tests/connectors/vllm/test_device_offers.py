@@ -329,7 +329,7 @@ def hand_over(engine: Engine, request: Request, tokens: int, *states: tuple[int,
 def test_a_state_is_held_from_the_step_that_computes_it_and_offered_when_that_has_ended() -> None:
     """Goal: a state that vLLM moves on from is stored under the name of its boundary.
 
-    1. A step computes 16 tokens: vLLM hands over the state behind them, of group 1 in block 13.
+    1. A step computes 16 tokens: vLLM hands over the state after them, of group 1 in block 13.
     2. It has ended: four blocks of full attention are offered, and the second state.
     """
     engine, request = recurrent(), Request(all_token_ids=tokens(17))

@@ -142,7 +142,7 @@ def test_what_a_reset_has_freed_is_not_offered_by_a_request_that_ends(
 
 
 def test_what_the_next_step_writes_again_is_not_offered_yet() -> None:
-    """A draft model of three modules has guessed two tokens of what it read behind token 9."""
+    """A draft model of three modules has guessed two tokens of what it read after token 9."""
     engine = DraftEngine(rewritten=2)
     engine.prefill()
     engine.report((engine.plan({"r": 1}).mark, True))

@@ -60,7 +60,7 @@ def test_an_image_is_in_the_names_of_the_blocks_that_it_is_in() -> None:
 def test_names_have_the_images_that_a_search_finds(
     size: int, lengths: list[tuple[int, int]], tail: int, steps: list[int]
 ) -> None:
-    """1. Images lie one behind the other, with tokens between. 2. Names are asked for in steps.
+    """1. Images lie one after the other, with tokens between. 2. Names are asked for in steps.
     3. All together they are those with the extras that a search finds."""
     images, at = [], 0
     for number, (before, length) in enumerate(lengths):

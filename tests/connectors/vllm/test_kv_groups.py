@@ -156,7 +156,7 @@ def test_what_cannot_be_cached_has_a_reason(cache: Any, reason: str) -> None:
     ("window", "blocks"), [(1, 1), (2, 1), (4, 1), (5, 1), (6, 2), (9, 2), (10, 3), (64, 16)]
 )
 def test_a_hit_needs_the_blocks_that_the_next_token_looks_at(window: int, blocks: int) -> None:
-    """The token behind a boundary looks at `window - 1` tokens before it; a block has four."""
+    """The token after a boundary looks at `window - 1` tokens before it; a block has four."""
     assert window_blocks(SlidingWindowSpec(window)) == blocks
 
 
@@ -340,7 +340,7 @@ def groups_with(*specs: object) -> tuple[KvGroup, ...]:
 def test_blocks_are_decoded_together_as_long_as_a_table_keeps_them(
     specs: tuple[object, ...], most: int
 ) -> None:
-    """Of eight blocks of four tokens: a window of five blocks keeps four behind the newest one, one
+    """Of eight blocks of four tokens: a window of five blocks keeps four after the newest one, one
     of three blocks of eight tokens as many; a state is offered at each boundary; a chunk's blocks
     may leave with the step that fills them."""
     assert decoded_together(groups_with(*specs), 4, 8) == most

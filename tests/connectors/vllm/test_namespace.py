@@ -152,3 +152,28 @@ def test_models_that_compute_tokens_again_are_not_cached() -> None:
         model_config=SimpleNamespace(is_diffusion=True),
     )
     assert "again with each step" in refusal_of(config, None)
+
+
+def test_an_engine_that_sleeps_unheard_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: no bytes are taken from memory that vLLM has unmapped, or mapped anew."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(is_diffusion=False, enable_sleep_mode=True),
+    )
+    nothing = SimpleNamespace(kv_cache_groups=[])
+    monkeypatch.setattr("kvbm_connectors.vllm.namespace.tells_of_sleep", lambda: False)
+    assert "does not say when it unmaps" in refusal_of(config, nothing)
+    monkeypatch.setattr("kvbm_connectors.vllm.namespace.tells_of_sleep", lambda: True)
+    assert refusal_of(config, nothing) == "the model has no KV cache"
+
+
+def test_engines_that_report_what_loaded_blocks_lack_are_not_cached() -> None:
+    """Goal: a load cannot end an engine that returns routed experts of every block."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(is_diffusion=False),
+        aux_output_config=SimpleNamespace(enabled=True),
+    )
+    assert "routed experts" in refusal_of(config, None)

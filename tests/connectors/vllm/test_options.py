@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from kvbm_common.errors import ConfigError
-from kvbm_connectors.vllm.options import Options, recompute_failed_loads
+from kvbm_connectors.vllm.options import (
+    Options,
+    recompute_failed_loads,
+    refusal_beside_nixl,
+)
 
 
 @dataclass
@@ -40,3 +45,28 @@ def test_loads_are_asynchronous_whatever_was_configured(caplog: pytest.LogCaptur
         assert Options.read({"load": load}, {}).revision == ""
         assert len(caplog.records) == warnings
     assert caplog.messages == ["kv_connector_extra_config.load is ignored: loads are asynchronous"]
+
+
+@pytest.mark.parametrize(
+    ("child", "ranks", "reports", "refused"),
+    [
+        ("NixlConnector", 1, False, ""),
+        ("NixlConnector", 2, False, "context parallelism"),
+        ("NixlConnector", 1, True, "--enable-return-routed-experts"),
+        ("OffloadingConnector", 2, True, ""),
+    ],
+)
+def test_nixl_is_not_hidden_from_vllm_where_it_must_be_seen(
+    child: str, ranks: int, reports: bool, refused: str
+) -> None:
+    """Goal: a decode worker reads blocks as the prefill worker has laid them out."""
+    children = [{"kv_connector": "KvbmConnector"}, {"kv_connector": child}]
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"connectors": children}),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
+        aux_output_config=SimpleNamespace(enabled=reports),
+    )
+    said = refusal_beside_nixl(config)
+    assert said.startswith(refused)
+    assert bool(said) == bool(refused)
+    assert not said or "kv_connector=MultiConnector" in said

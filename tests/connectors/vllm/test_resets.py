@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kvbm_common.errors import ConfigError
 from kvbm_connectors.vllm.options import Options
-from kvbm_connectors.vllm.resets import PrefixCacheWatch, weights_are_pushed
+from kvbm_connectors.vllm.resets import PrefixCacheWatch, begin_generation, weights_are_pushed
 
 
 def config(transfer: object = None, **parallel: object) -> Any:
@@ -51,6 +52,50 @@ def test_an_operator_may_choose_for_any_engine() -> None:
     assert Options.read({}, {}).plain_reset == "auto"
     with pytest.raises(ConfigError, match=r"plain_reset .* accepts auto, forget or keep"):
         Options.read({"plain_reset": "always"}, {})
+
+
+@pytest.mark.parametrize("free", [7, 6], ids=["cleared", "refused"])
+def test_a_generation_is_announced_with_the_time_of_its_clear(free: int) -> None:
+    """Events of before are earlier. A reset that vLLM refuses is announced with the next clear."""
+    said: dict[str, Any] = {}
+    side = SimpleNamespace(reset=lambda generation, *, cleared: cleared)
+    half: Any = SimpleNamespace(describe=said.update, wait_described=lambda timeout_s: True)
+    pool = SimpleNamespace(num_gpu_blocks=8, get_num_free_blocks=lambda: free)
+    before, watch = time.time(), PrefixCacheWatch()
+    assert begin_generation(cast(Any, side), half, pool, watch) == (free == 7)
+    if free == 6:
+        assert said == {"adapters": []}
+        watch.announce_awaited(half)
+    assert before - 1e-6 <= said["generation_us"] / 1e6 <= time.time()
+    assert len(said["generation"]) == 16
+    assert not watch.awaited
+
+
+def test_a_generation_is_announced_again_if_the_clock_is_set_back_before_the_clear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clear has an earlier time than the reset then, and would begin no generation."""
+    said: list[int] = []
+    half: Any = SimpleNamespace(
+        describe=lambda **words: said.append(words["generation_us"]),
+        wait_described=lambda timeout_s: True,
+    )
+    pool = SimpleNamespace(cached_block_hash_to_block={}, kv_event_queue=["cleared"])
+    watch = PrefixCacheWatch()
+    watch.bind(pool)
+    watch.awaited = "00000000000000f1"
+    now_s = [5_000.0, 5_001.0, 1_400.0, 1_401.0, 1_000.0, 900.0]
+    monkeypatch.setattr(time, "time_ns", lambda: int(now_s[0] * 1e9))
+    watch.follow(half, emptied=True)
+    for _ in range(3):
+        now_s.pop(0)
+        watch.follow(half, emptied=False)
+    assert said == [5_000_000_000, 1_400_000_000]
+    pool.kv_event_queue = []  # The clear is published, and has begun the generation.
+    for _ in range(2):
+        now_s.pop(0)
+        watch.follow(half, emptied=False)
+    assert len(said) == 2
 
 
 def test_a_reset_is_seen_once() -> None:

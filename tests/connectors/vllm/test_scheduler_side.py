@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from kvbm_common.identity import Hasher
-from kvbm_common.wire.local import Attach, Hello, Lookup, Offered, Pulled
+from kvbm_common.wire.consolidator import Attach, Offered
+from kvbm_common.wire.local import Hello, Lookup, Pulled
 from kvbm_connectors.core.messages import LoadResult
 from kvbm_connectors.vllm.block_holds import BlockHolds
 from kvbm_connectors.vllm.plan import StepReport

@@ -27,7 +27,7 @@ def tracked(name: str, computed: int = 0) -> Tracked:
 
 
 def test_a_step_of_chunks_and_decodes_is_told_apart() -> None:
-    """A chunk of 100 tokens behind 500, two whole prompts, and a decode at 1,000."""
+    """A chunk of 100 tokens after 500, two whole prompts, and a decode at 1,000."""
     requests = {
         "chunk": tracked("chunk", 500), "a": tracked("a"), "b": tracked("b"),
         "decode": tracked("decode", 1_000),

@@ -90,7 +90,7 @@ class Engine:
 
     @staticmethod
     def end(request: Request, tokens: int) -> None:
-        """Have the step of a request end: behind its last token, it has one more."""
+        """Have the step of a request end: after its last token, it has one more."""
         request.begin(tokens)
         request.end(tokens)
         if request.num_computed_tokens == request.num_tokens:
@@ -114,7 +114,7 @@ def test_an_offer_of_several_requests_has_a_bound() -> None:
 def test_a_step_that_offers_nothing_asks_for_no_table() -> None:
     """Goal: vLLM makes a list of block ids for each table that it is asked for.
 
-    1. The step behind the prompt offers it. 2. The step behind the one that fills the last of
+    1. The step after the prompt offers it. 2. The step after the one that fills the last of
     eight more blocks asks again.
     """
     engine = Engine(2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from kvbm_common.cuda.reading import Gpu
 from kvbm_common.cuda.runtime import CudaError
 from kvbm_connectors.vllm.stream_marks import MARK_DEADLINE_S, RankMarks, StreamMarks
 
 from tests.gpu.fake_runtime import FakeRuntime
+
+pytestmark = pytest.mark.usefixtures("small_measurements")
 
 
 def test_a_mark_is_over_when_every_rank_has_reported_it() -> None:
@@ -21,7 +24,7 @@ def test_a_mark_is_over_when_every_rank_has_reported_it() -> None:
 
 
 def test_a_mark_that_a_rank_does_not_report_is_over_in_the_end() -> None:
-    """Goal: a rank that fails does not keep the blocks behind a mark for ever."""
+    """Goal: a rank that fails does not keep the blocks after a mark for ever."""
     clock = [0.0]
     marks = RankMarks(2, clock=lambda: clock[0])
     assert marks.begin() == 1
@@ -44,7 +47,7 @@ def test_memory_of_this_host_is_written_when_a_mark_is_laid() -> None:
 def test_a_stream_passes_its_marks_in_order() -> None:
     """Goal: a mark is over when all is done that the engine had begun before it, and not earlier.
 
-    1. The engine has begun to zero some memory; a mark is laid, and one behind more of it.
+    1. The engine has begun to zero some memory; a mark is laid, and one after more of it.
     2. Nothing has run: no mark is over. 3. All has run: both are, and their events are gone.
     """
     runtime = FakeRuntime()

@@ -72,7 +72,7 @@ def test_steps_that_overlap_end_one_after_the_other() -> None:
 
 
 def test_a_request_that_never_ran_has_computed_nothing() -> None:
-    """Goal: blocks that another connector was to load into count only behind a step of our own.
+    """Goal: blocks that another connector was to load into count only after a step of our own.
 
     The request is aborted while a remote prefill is still on its way into its blocks.
     """
@@ -123,7 +123,7 @@ def test_blocks_that_no_step_was_sent_out_for_are_unwritten() -> None:
     """Goal: vLLM may hash blocks for a request and preempt it in the same call.
 
     1. A step for five tokens is sent out; a draft token of a second step may be rejected.
-    2. The blocks behind are unwritten; admitted again, all are until a step is sent out.
+    2. The blocks after are unwritten; admitted again, all are until a step is sent out.
     """
     request = Request(all_token_ids=tuple(range(13)))
     tracked = admitted(request, 0)
@@ -266,7 +266,7 @@ def test_while_a_load_is_under_way_nothing_is_computed() -> None:
 
 def test_tokens_in_flight_are_certain_unless_a_step_has_drafts() -> None:
     """Ten tokens are scheduled, the last of them is in flight. Each step is for one token more:
-    1. without drafts; 2. with one draft; 3. behind a step with drafts; 4. behind one without."""
+    1. without drafts; 2. with one draft; 3. after a step with drafts; 4. after one without."""
     request = Request(all_token_ids=tuple(range(20)))
     tracked = admitted(request, 9)
     request.begin(1)

@@ -65,7 +65,7 @@ class Engine:
             rewritten=rewritten,
         )  # fmt: skip
         self.tables, self.depth, self.rewritten = Tables(window), depth, rewritten or 0
-        self.flying: deque[dict[str, tuple[int, int]]] = deque()
+        self.in_flight: deque[dict[str, tuple[int, int]]] = deque()
         """Steps that have not ended: the tokens and drafts of each request."""
         self.stale: dict[str, int] = {}
         """Tokens in flight of requests that were preempted since."""
@@ -110,10 +110,10 @@ class Engine:
         self.preempted = []
         for name, count in scheduled.items():
             self.requests[name].begin(count)
-        self.flying.append(
+        self.in_flight.append(
             {name: (count, len(guesses.get(name, ()))) for name, count in scheduled.items()}
         )
-        if len(self.flying) == self.depth:
+        if len(self.in_flight) == self.depth:
             self.end_step(right)
 
     def plan(self, output: Output) -> None:
@@ -124,7 +124,7 @@ class Engine:
         self.half.over.update(self.half.offered)
 
     def end_step(self, right: int = 0) -> None:
-        for name, (count, drafts) in self.flying.popleft().items():
+        for name, (count, drafts) in self.in_flight.popleft().items():
             request, rejected = self.requests[name], max(0, drafts - right)
             if self.stale.get(name):
                 self.stale[name] -= count
@@ -136,14 +136,14 @@ class Engine:
 
     def stall(self) -> None:
         """Have vLLM find no room for any request, until the offers are over."""
-        while self.flying:
+        while self.in_flight:
             self.end_step()
         for _ in range(WAIT_STEPS_MAX + 3):  # A mark is laid, it is over, the offers are.
             self.plan(Output())
 
     def finish(self) -> None:
         """End all requests, and have the host tier take what is on offer."""
-        while self.flying:
+        while self.in_flight:
             self.end_step()
         for name, request in self.requests.items():
             self.side.finished(request, self.tables.of.get(name, ([], [])))

@@ -31,6 +31,7 @@ from tests.connectors.helpers import NAMESPACE, name
 from tests.gpu.fake_runtime import FakeRuntime
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
 BLOCKS, BLOCK_BYTES = 4, 4096
 
 

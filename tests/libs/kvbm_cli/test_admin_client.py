@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from kvbm_cli import main
 
 TOKEN = "t" * 44
 DEEP = "[" * 100_000
+REFUSAL = '{"code": "bad_query", "detail": "no"}'
 QUESTIONS = (
     "status", "tiers", "services", "workers", "audit", "explain", "explain r",
     f"block {'a' * 32}", "block abcd", "pins", "jobs", "drain --tier host",
@@ -20,12 +21,13 @@ QUESTIONS = (
 
 
 class Foreign(HTTPServer):
-    """A server that is no metrics service; `tokens` is what it was shown."""
+    """A server that is no metrics service; `tokens` and `paths` is what it was shown."""
 
     def __init__(self, body: str = "", status: int = 200, location: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.body, self.status, self.location = body.encode(), status, location
         self.tokens: list[str | None] = []
+        self.paths: list[str] = []
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
@@ -46,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.tokens.append(self.headers["authorization"])
+        self.server.paths.append(self.path)
         self.rfile.read(int(self.headers["content-length"] or 0))
         self.send_response(self.server.status)
         if self.server.location:
@@ -95,6 +98,40 @@ def test_no_redirect_is_followed(
     assert urlsplit(target.url).netloc in said
     assert server.tokens == [f"Bearer {TOKEN}"]
     assert target.tokens == []
+
+
+@pytest.mark.parametrize("request_id", ["cmpl-1", "a\nb\n", "a b+c%2F&x=1", "..", "é" * 300])
+def test_a_request_is_asked_for_by_any_id(monkeypatch: pytest.MonkeyPatch, request_id: str) -> None:
+    """Clients may choose it. 256 characters of it are kept."""
+    server = Foreign('{"lookups": [], "silent": []}')
+    monkeypatch.setattr("sys.argv", ["kvbm", "explain", request_id, "--url", server.url])
+    try:
+        with pytest.raises(SystemExit) as end:
+            main.main()
+    finally:
+        server.stop()
+    assert not end.value.code
+    [asked] = map(urlsplit, server.paths)
+    assert asked.path == "/v1/explanation"
+    assert parse_qs(asked.query) == {"request": [request_id[:256]]}
+
+
+@pytest.mark.parametrize("status", [200, 422])
+def test_a_reason_that_does_not_exist_is_a_wrong_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    """Whether the service refuses it or is older; one that exists may have no request."""
+    body = '{"requests": [], "silent": []}' if status == 200 else REFUSAL
+    server = Foreign(body, status=status)
+    try:
+        assert typed(monkeypatch, "explain --reason nonsense", server.url) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("kvbm: --reason is 'nonsense', but accepts one of never_stored, ")
+        code = typed(monkeypatch, "explain --reason evicted", server.url)
+    finally:
+        server.stop()
+    assert (code == 2) == (status == 422)
+    assert "--reason" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("body", ["{}", "[]", "null", "3", '["a"]', "<html>", "", DEEP])

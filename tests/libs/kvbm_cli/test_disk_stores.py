@@ -82,7 +82,10 @@ def test_directories_whose_disks_are_not_mounted_keep_their_disk_tiers(tmp_path:
         ([{0, 1}, {0, 1}], [0, 1]),
         ([{1}, {1}], [0, 1]),
         ([{5}, set(), {0}], [5, 1, 0]),
-        ([{1, 2}, set(), {1}], [1, 0, 2]),
+        ([{1, 2}, set(), {1}], [2, 0, 1]),
+        ([{0, 2}, {0}, {1}], [2, 0, 1]),
+        ([{1}, {1, 2}, {2, 0}], [1, 2, 0]),
+        ([{3}, {3}, {3, 4}], [3, 0, 4]),
     ],
 )
 def test_no_two_directories_have_one_number(held: list[set[int]], numbers: list[int]) -> None:
@@ -92,7 +95,7 @@ def test_no_two_directories_have_one_number(held: list[set[int]], numbers: list[
 def test_a_directory_that_hangs_neither_delays_nor_moves_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stores behind it keep their tiers, and it is asked once."""
+    """The stores after it keep their tiers, and it is asked once."""
     first, second = stored(tmp_path / "a", "kvbm-h-0"), stored(tmp_path / "b", "kvbm-h-0-1")
     third = stored(tmp_path / "c", "kvbm-h-0-2")
     asked = hang_at(first, monkeypatch)

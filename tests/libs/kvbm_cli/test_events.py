@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -304,11 +305,17 @@ async def serving(source: Source, bus: Bus, kind: str = "host-tier", instance: s
 
 
 @pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[Settings]:
+async def guarded_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
     """The NATS of `kvbm up`: a password for each role."""
     users = authorization_of(tmp_path / "creds", host="gpu-a", instances=["0"])
     async with NatsServer(tmp_path / "nats", more={"authorization": users}) as server:
-        yield Settings.load({}, {"nats_url": server.url, "creds_dir": tmp_path / "creds"})
+        yield server
+
+
+@pytest.fixture
+async def guarded(guarded_server: NatsServer, tmp_path: Path) -> Settings:
+    """The settings of clients of that NATS."""
+    return Settings.load({}, {"nats_url": guarded_server.url, "creds_dir": tmp_path / "creds"})
 
 
 @pytest.fixture
@@ -332,7 +339,7 @@ async def test_the_consumer_in_python(
     source = await serving(Source(), admin)
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     take = code[code.index("async def snapshot_of") : code.index("async def main")]
-    assert len(take.strip().splitlines()) < 35
+    assert len(take.strip().splitlines()) < 40
     example = tmp_path / "example.py"
     example.write_text(code)
     source.store(1, 2)
@@ -425,6 +432,40 @@ async def test_the_consumer_leaves_out_a_source_that_cannot_say_what_it_holds(
     late.store(3)
     await publish(admin, late.events[-1])
     await running.wait_line("{'gpu-a/host-tier-0': 1, 'gpu-a/disk-tier-0': 4}")
+    await running.end()
+
+
+async def test_the_consumer_hears_the_events_after_nats_has_lost_its_store(
+    guarded_server: NatsServer, guarded: Settings, admin: Bus, tmp_path: Path
+) -> None:
+    """Goal: the example is not deaf until the new stream has as many messages as the lost one.
+
+    1. It reads the events of two sources. 2. NATS comes back with an empty store. 3. It hears the
+    next event, and knows anew what the source holds that says nothing more.
+    """
+    source = await serving(Source(), admin)
+    quiet = await serving(Source("disk-tier-0", epoch=6), admin, "disk-tier")
+    quiet.store(1)
+    await publish(admin, *quiet.events)
+    for _ in range(20):
+        source.store(1)
+    await publish(admin, *source.events)
+    example = tmp_path / "example.py"
+    example.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0])
+    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
+    running = await Running.start(
+        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
+    )
+    await running.wait_line("{'gpu-a/disk-tier-0': 1, 'gpu-a/host-tier-0': 1}")
+    guarded_server.kill()
+    shutil.rmtree(guarded_server.directory / "jetstream")
+    await guarded_server.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await admin.wait_connected()
+    await set_up_streams(admin)
+    source.store(1)
+    await publish(admin, source.events[-1])
+    await running.wait_line("{'gpu-a/disk-tier-0': 4, 'gpu-a/host-tier-0': 4}")
     await running.end()
 
 

@@ -48,7 +48,7 @@ def test_the_bound_is_the_best_that_can_be(requests: list[list[int]], slot_count
     assert bound_of(load, slot_count) == best_of_all(load.chains, slot_count)
 
 
-def test_a_block_hits_only_behind_its_prefix() -> None:
+def test_a_block_hits_only_after_its_prefix() -> None:
     """[1 2 3], then [9 2 3]: equal ids, but other blocks. Then [1 2 4] hits two."""
     load = requests_of([[1, 2, 3], [9, 2, 3], [1, 2, 4]])
     assert (load.block_count, load.references) == (7, 9)

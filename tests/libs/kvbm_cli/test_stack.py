@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
+import shutil
 import signal
 import sys
 import time
@@ -13,13 +15,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_cli.stack import NATS_STOP_DEADLINE_S, STOP_DEADLINE_S, Stack, ready_deadline_s
 from kvbm_cli.stack_processes import processes_of
+from kvbm_common.access.secret_files import make_private_directory
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import NoResponder, RequestFailed, ServiceFailed
+from kvbm_common.errors import ConfigError, NoResponder, RequestFailed, ServiceFailed
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.jetstream import JetStreamError, call_api
+from kvbm_common.nats.streams import AUDIT, EVENTS, REGISTRY
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.processes import free_port
 from kvbm_common.wire.metrics import MetricsSnapshot
@@ -151,6 +157,24 @@ async def test_crashed_nats_is_started_again(caplog: pytest.LogCaptureFixture) -
     assert stack.pids == {}
 
 
+async def test_a_nats_that_lost_its_store_has_its_streams_when_it_is_back() -> None:
+    """Goal: only the role `admin` makes streams, so services would wait for an operator."""
+    async with Stack.private(services=["sample"], restart=True) as stack:
+        first, service = stack.pids["nats"], stack.pids["sample"]
+        shutil.rmtree(stack.settings.state_dir / "nats" / "jetstream")
+        os.kill(first, signal.SIGKILL)
+        await wait_until(lambda: stack.pids.get("nats", first) != first)
+        await wait_served(stack)
+        bus = await Bus.connect(stack.admin, "test", deadline_s=DEADLINE_S)
+        for spec in (EVENTS, AUDIT, REGISTRY):
+            await ask_until(
+                functools.partial(call_api, bus, f"STREAM.INFO.{spec.name}"),
+                deadline_s=DEADLINE_S, despite=JetStreamError,
+            )  # fmt: skip
+        await bus.close()
+        assert stack.pids["sample"] == service
+
+
 async def test_a_nats_that_cannot_come_back_at_once_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,6 +258,51 @@ async def test_two_stacks_with_one_state_directory_are_refused(tmp_path: Path) -
             await second.open()
         await second.close()
         assert before == {path: path.stat().st_mtime_ns for path in state_dir.rglob("*.c*")}
+
+
+async def test_sockets_of_a_killed_consolidator_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for routers, too: the directory goes with them. Elsewhere they may be another's."""
+    run, elsewhere = tmp_path / "run", tmp_path / "other-replay.sock"
+    monkeypatch.setattr(ServiceProcess, "start", lambda _service: None)
+    monkeypatch.setattr(ServiceProcess, "wait_ready", _is_ready)
+    own = {"runtime_dir": run, "router_endpoint": f"ipc://{run}/router.sock",
+           "router_replay_endpoint": f"ipc://{elsewhere}"}  # fmt: skip
+    async with Stack.private(own, services=["consolidator"]):
+        for name in ("router.sock", "router.sock_dp12"):
+            (run / name).touch()
+        elsewhere.touch()
+    assert not run.exists()
+    assert elsewhere.exists()
+
+
+async def _is_ready(_service: ServiceProcess, *, deadline_s: float) -> None:
+    assert deadline_s > 0
+
+
+async def test_a_further_host_needs_no_credential_of_the_admin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: its services have theirs, and start; the streams are made elsewhere.
+
+    Method: NATS on another machine, which the services alone would reach.
+    """
+    started: list[str] = []
+
+    monkeypatch.setattr(ServiceProcess, "start", lambda service: started.append(service.kind))
+    monkeypatch.setattr(ServiceProcess, "wait_ready", _is_ready)
+    creds_dir = tmp_path / "creds"
+    make_private_directory(creds_dir, "KVBM_CREDS_DIR")
+    (creds_dir / "host-tier.creds").write_text("host-tier:secret")
+    own, far = {"creds_dir": creds_dir}, "tls://192.0.2.1:4222"
+    async with Stack.private(own, services=["host-tier"], nats_url=far):
+        assert started == ["host-tier"]
+    both = Stack.private(own, services=["host-tier", "disk-tier"], nats_url=far)
+    with pytest.raises(ConfigError, match=r"disk-tier\.creds in KVBM_CREDS_DIR"):
+        await both.open()
+    await both.close()
+    assert started == ["host-tier"]
 
 
 async def test_what_another_stack_uses_stays(tmp_path: Path) -> None:

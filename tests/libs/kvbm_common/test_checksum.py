@@ -82,7 +82,7 @@ def test_blocks_in_memory_are_compared_many_at_once() -> None:
         for row, size, grid in zip(rows, sizes, grids, strict=True)
     ]
     rows[1, 95] ^= 1
-    rows[2, 50] ^= 1  # Behind the block.
+    rows[2, 50] ^= 1  # After the block.
     found = sums_of(blocks, [row.ctypes.data for row in rows])
     assert [sums is not None for sums in found] == [True, False, True, True]
     assert found[0] == blocks[0].part_sums

@@ -155,7 +155,7 @@ def test_lanes_that_the_library_does_not_have_are_our_mistake(wrong: tuple[list[
 
 
 def test_a_lane_for_each_piece(copier: Copier) -> None:
-    """More pieces than lanes are said: the library would read behind them."""
+    """More pieces than lanes are said: the library would read after them."""
     memory = noise(300)
     pieces = places(memory, [[0, 100]], [100, 100])
     with pytest.raises(AssertionError):

@@ -24,8 +24,10 @@ from kvbm_disk_tier.shell.cipher import Keys
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.medium import Medium
 from kvbm_disk_tier.shell.sealed_mover import SealedMover
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
 from kvbm_disk_tier.shell.store_header import CIPHER, EXTRA_BYTES
+from kvbm_disk_tier.shell.store_options import StoreOptions
+from kvbm_disk_tier.shell.store_thread import StoreThread
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 
@@ -127,7 +129,7 @@ def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> Fi
         mover=mover, counters=Metrics(), keys=keys,
         pool_bytes=lambda layout: pool_slots * layout.slot_bytes,
     )  # fmt: skip
-    return FileMedium(store, sealed)
+    return FileMedium(StoreThread(store), sealed)
 
 
 @contextmanager

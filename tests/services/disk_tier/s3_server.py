@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -93,6 +94,19 @@ class S3Server:
         """Whether only keys that the server knows (it knows none) are let in."""
         count = "0" if required else "1000000000"
         httpx.post(f"{self.endpoint}/moto-api/reset-auth", content=count, trust_env=False)
+
+    def make_keys(self) -> tuple[str, str]:
+        """Make a user who may do all of S3; returns its keys."""
+        iam, name = boto3.session.Session().client(
+            "iam", endpoint_url=self.endpoint, region_name="us-east-1",
+            aws_access_key_id=self.access_key, aws_secret_access_key="secret",
+        ), f"user-{uuid.uuid4().hex[:12]}"  # fmt: skip
+        iam.create_user(UserName=name)
+        statement = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        iam.put_user_policy(UserName=name, PolicyName="all", PolicyDocument=policy)
+        keys = iam.create_access_key(UserName=name)["AccessKey"]
+        return keys["AccessKeyId"], keys["SecretAccessKey"]
 
     def options(self, bucket: str, *, endpoint: str = "") -> BucketOptions:
         """How the product is told of it."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.tier.breaker import FAILURES_MAX
 from kvbm_common.wire.admin import (
     BlockReply,
     BlockRequest,
@@ -17,6 +18,8 @@ from kvbm_common.wire.admin import (
     FilterRequest,
     PinReply,
     PinRequest,
+    PinsReply,
+    PinsRequest,
     PolicyReply,
     PolicyRequest,
     RemoveReply,
@@ -27,10 +30,20 @@ from kvbm_common.wire.admin import (
     UnpinReply,
     UnpinRequest,
 )
-from kvbm_disk_tier.core.effects import Answer, OpenStore, SayAccepting
-from kvbm_disk_tier.core.messages import AdminAsked, ArenaKnown
+from kvbm_common.wire.verbs import ErrorBody
+from kvbm_disk_tier.core.effects import Answer, OpenStore, ReadSlots, RewriteJournal, SayAccepting
+from kvbm_disk_tier.core.journal_writer import REWRITE_PAUSE_MS
+from kvbm_disk_tier.core.messages import (
+    AdminAsked,
+    ArenaKnown,
+    JournalFailed,
+    ReadFailed,
+    StoreDown,
+    StoreFailed,
+    StoreUp,
+)
 
-from tests.services.disk_tier.helpers import Disk, arena, filled, name, one
+from tests.services.disk_tier.helpers import Disk, arena, block, filled, name, one, opened
 from tests.services.disk_tier.shell.test_service import (
     Host,
     ask,
@@ -76,7 +89,7 @@ def test_evict_leaves_what_is_being_read() -> None:
 
 
 def test_a_reset_while_being_read_ends_the_name_at_once() -> None:
-    """The read that flies ends well: its bytes are still there. The next one is a miss."""
+    """The read in flight ends well: its bytes are still there. The next one is a miss."""
     disk = Disk()
     disk.store(1)
     [read] = disk.fill(1)
@@ -111,6 +124,25 @@ def test_a_pin_ends_by_itself() -> None:
     assert disk.core.inventory.table.counts()["active"] == 0
 
 
+def test_a_block_that_leaves_leaves_its_pins() -> None:
+    """1 and 2 of four slots are pinned. Nothing waits for the end of the pin.
+
+    1. 1 cannot be read any more: its slot is free when the read ends. 2. A reset takes 2.
+    """
+    disk = Disk()
+    disk.store(1, 2)
+    admin(disk, "pin", PinRequest(hashes=hexes(1, 2), ttl_ms=60_000), PinReply)
+    [read] = disk.fill(1)
+    disk.read(read, 1)  # type: ignore[arg-type]
+    [entry] = admin(disk, "pins", PinsRequest(), PinsReply).pins
+    assert (entry.blocks, disk.core.inventory.table.counts()["active"]) == (1, 1)
+    admin(disk, "reset", RemoveRequest(everything=True), RemoveReply)
+    assert admin(disk, "pins", PinsRequest(), PinsReply).pins == []
+    for number in range(11, 15):
+        disk.store(number)
+    assert disk.announced == {11, 12, 13, 14}
+
+
 def test_a_store_that_is_made_anew_has_no_pins() -> None:
     """A model with other blocks came: the pinned blocks are gone, and nothing holds their slots."""
     disk = Disk()
@@ -119,6 +151,64 @@ def test_a_store_that_is_made_anew_has_no_pins() -> None:
     assert one(disk.step(ArenaKnown(arena(epoch=9, slot_bytes=8192))), OpenStore)
     assert disk.announced == set()
     assert len(disk.core.inventory.leases) == 0
+
+
+def test_a_store_that_cannot_be_opened_is_not_reset() -> None:
+    """Goal: its blocks come back with the disk, so `removed=0` would be taken for empty."""
+    disk = Disk(ready=False)
+    disk.step(StoreFailed("the disk is not mounted"))
+    everything = RemoveRequest(everything=True)
+    refusal = admin(disk, "reset", everything, ErrorBody)
+    assert refusal.code == "store"
+    assert "may come back: the disk is not mounted" in refusal.message
+    assert admin(disk, "evict", everything, RemoveReply).removed == 0
+    disk.step(opened(4, {0: block(1)}))
+    assert admin(disk, "reset", everything, RemoveReply).removed == 1
+
+
+def test_a_store_that_is_down_is_not_reset() -> None:
+    """Goal: a bucket that refuses keeps its objects, which are served again once it answers."""
+    disk = Disk()
+    disk.store(1)
+    everything = RemoveRequest(everything=True)
+    disk.step(StoreDown("no access (AccessDenied)"))
+    refusal = admin(disk, "reset", everything, ErrorBody)
+    assert refusal.code == "store"
+    assert "may come back: no access (AccessDenied)" in refusal.message
+    disk.step(StoreUp())
+    assert admin(disk, "reset", everything, RemoveReply).removed == 1
+
+
+def test_a_reset_fails_while_the_journal_lacks_records_of_removed_blocks() -> None:
+    """Goal: the job of a reset asks twice. 1. The record of what is removed is lost, and so is a
+    rewrite of the journal: it fails. 2. A rewrite has ended well: the blocks stay away."""
+    disk = Disk()
+    disk.store(1, 2)
+    everything, lost = RemoveRequest(everything=True), JournalFailed(None, "journal", "io")
+    assert admin(disk, "reset", everything, RemoveReply).removed == 2
+    assert one(disk.step(lost), RewriteJournal).is_last
+    refusal = admin(disk, "reset", everything, ErrorBody)
+    assert refusal.code == "store"
+    assert "may come back: the journal lacks records" in refusal.message
+    disk.rewrite_failed()
+    assert admin(disk, "reset", everything, ErrorBody) == refusal
+    rewrite = one(disk.wait(REWRITE_PAUSE_MS), RewriteJournal)
+    disk.step(lost)
+    again = one(disk.rewritten(rewrite), RewriteJournal)
+    assert admin(disk, "reset", everything, ErrorBody) == refusal, "the new one lacks one, too"
+    disk.rewritten(again)
+    assert admin(disk, "reset", everything, RemoveReply).removed == 0
+
+
+def test_a_disk_that_is_bypassed_is_not_reset() -> None:
+    """Goal: a disk that hangs takes no record of what is removed, and says nothing of it."""
+    disk = Disk()
+    disk.store(1)
+    for _ in range(FAILURES_MAX):
+        read = one(disk.fill(1), ReadSlots)
+        disk.step(ReadFailed(read.read, "io", "Input/output error"))
+    refusal = admin(disk, "reset", RemoveRequest(everything=True), ErrorBody)
+    assert "may come back: the disk is bypassed" in refusal.message
 
 
 def test_a_drained_tier_reads_and_writes_nothing() -> None:

@@ -27,7 +27,9 @@ from kvbm_disk_tier.shell.cipher import Keys
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.medium import Medium
 from kvbm_disk_tier.shell.mover import DiskMover
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreOptions
+from kvbm_disk_tier.shell.store_thread import StoreThread
 from msgspec.structs import replace
 
 from tests.services.disk_tier.mediums import (
@@ -55,7 +57,8 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "disk":
         store = Store(StoreOptions(directory=tmp_path / "store", capacity_bytes=SLOTS * SLOT_BYTES))
         medium = FileMedium(
-            store, DiskMover(mover=MoverThread("test", backends=("POSIX",)), counters=counters)
+            StoreThread(store),
+            DiskMover(mover=MoverThread("test", backends=("POSIX",)), counters=counters),
         )
     elif request.param == "sealed disk":
         medium = sealed_medium(tmp_path / "store", Keys({"": bytes(32)}))

@@ -66,7 +66,7 @@ class HostWithPeers(Host):
         return self.step(PeerPullFailed(pull.pull, reason, settled, PEER_LEASE))
 
     def ask_peers(self, *wanted: int, has: int | None = None, **kwargs: Any) -> list[PullFromPeer]:
-        """A look-up that ann can serve; returns the pulls that fly."""
+        """A look-up that ann can serve; returns the pulls in flight."""
         [ask] = of(self.look_up(*wanted, **kwargs), AskHolders)
         count = len(asked_numbers(ask)) if has is None else has
         return of(self.answer(ask, (ANN, count)), PullFromPeer)

@@ -243,6 +243,43 @@ def test_half_of_a_tier_can_be_pinned() -> None:
     assert refused.code == "pin_limit"
 
 
+def test_a_block_that_leaves_leaves_its_pins() -> None:
+    """1 and 2 of four slots are pinned, 2 twice, and 1 is read. Nothing waits for a pin's end.
+
+    1. Reset 1: the pin has 2 left, and the read keeps the slot. 2. Reset 2: no pin is left, all
+    slots can be filled, and two blocks can be pinned again.
+    """
+    host = Host()
+    host.store(1, 2)
+    for wanted in ((1, 2), (2,)):
+        admin(host, "pin", PinRequest(hashes=hexes(*wanted), ttl_ms=60_000), PinReply)
+    lease = host.lease(1).lease
+    admin(host, "reset", RemoveRequest(hashes=hexes(1)), RemoveReply)
+    assert [one.blocks for one in admin(host, "pins", PinsRequest(), PinsReply).pins] == [1, 1]
+    assert host.slots["active"] == 2
+    assert host.copied(lease)
+    admin(host, "reset", RemoveRequest(everything=True), RemoveReply)
+    assert admin(host, "pins", PinsRequest(), PinsReply).pins == []
+    assert host.core.view.fills(host.now_ms)["pinned"].used == 0
+    host.store(11, 12, 13, 14)
+    assert host.announced == {11, 12, 13, 14}
+    assert admin(host, "pin", PinRequest(hashes=hexes(11, 12), ttl_ms=1), PinReply).pinned == 2
+
+
+def test_a_pinned_block_that_is_corrupt_holds_no_second_slot() -> None:
+    """The engine finds 1 to be wrong. It is stored again, and takes one of the four slots."""
+    host = Host()
+    host.store(1, 2)
+    pin = admin(host, "pin", PinRequest(hashes=hexes(1, 2), ttl_ms=60_000), PinReply).pin
+    host.release(host.found(host.look_up(1, 2)).lease, 0)
+    host.store(1)
+    [entry] = admin(host, "pins", PinsRequest(), PinsReply).pins
+    assert (entry.pin, entry.blocks) == (pin, 1)
+    assert (host.slots["active"], host.slots["inactive"]) == (1, 1)
+    assert admin(host, "unpin", UnpinRequest(pin=pin), UnpinReply).ended
+    assert host.slots["active"] == 0
+
+
 # --- one block, drain ---------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Hints of agents on a real host tier: a pinned session resumes behind ten noisy ones."""
+"""Hints of agents on a real host tier: a pinned session resumes after ten noisy ones."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ from kvbm_common.checksum import SUM_BYTES, combined_checksum, pack_sums
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.tier.parts import PARTS_MAX
 from kvbm_common.wire.admin import BlockReply, BlockRequest
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from kvbm_common.wire.local import Found, Welcome, from_host_tier
 from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, FillReply
+from kvbm_common.wire.verbs import FillReply
 from kvbm_host_tier.core import answers
 from kvbm_host_tier.core.messages import (
     AdminAsked,

@@ -33,7 +33,8 @@ from kvbm_common.registry.records import ENGINE
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import serve
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
-from kvbm_common.wire.verbs import MatchReply, verb_subject
+from kvbm_common.wire.index_verbs import MatchReply
+from kvbm_common.wire.verbs import verb_subject
 from kvbm_host_tier.core.peers import QUESTION_MS
 from kvbm_index.shell.partitions import (
     ANSWER_DEADLINE_S,

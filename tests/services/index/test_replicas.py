@@ -23,7 +23,8 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.object_store import ObjectStore
 from kvbm_common.nats.streams import EVENTS
-from kvbm_common.wire.verbs import DumpReply, StatsReply, verb_subject
+from kvbm_common.wire.index_verbs import DumpReply
+from kvbm_common.wire.verbs import StatsReply, verb_subject
 from kvbm_index.core.image import Image, SourceImage, pack
 from kvbm_index.shell.image_store import BUCKET, BUCKET_BYTES_MAX, NAME
 
@@ -169,7 +170,7 @@ async def test_a_replica_starts_from_the_image_without_asking(
         assert source.snapshots == 0
 
 
-SOURCE = SourceImage(host="h", source="s", epoch=1, seq=1, state="CURRENT", hollow=False)
+SOURCE = SourceImage(host="h", source="s", epoch=1, seq=1, state="CURRENT", needs_snapshot=False)
 
 
 @pytest.mark.parametrize(("stream", "sources"), [("", []), ("x", []), ("2026-01-01", [SOURCE] * 2)])

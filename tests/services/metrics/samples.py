@@ -11,7 +11,8 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
 from kvbm_common.wire.verbs import StatsReply
-from kvbm_metrics.core.collector import FleetView, Instance, Totals, kvbm_view
+from kvbm_metrics.core.fleet_view import FleetView, Instance
+from kvbm_metrics.core.kvbm_totals import Totals, kvbm_view
 from kvbm_metrics.shell import exposition
 
 NAMESPACE = Namespace(model="test", block_tokens=16)

@@ -105,7 +105,7 @@ class Engine:
         """What each name stands for."""
         self.memory = Memory(self._blocks(config.num_blocks), self.groups, kind.draft_groups)
         self._lag = random.Random(seed)
-        """Of the device behind its steps."""
+        """Of the device after its steps."""
         DeviceConnector.drafts = bool(kind.draft_groups)
         init_none_hash(sha256)
         self._block_hasher = get_request_block_hasher(hash_tokens, sha256)
@@ -121,7 +121,7 @@ class Engine:
         assert self.connector._scheduler is not None, "the connector passes through"
         self._drafts = kind.drafts
         self._running: dict[str, Runner] = {}
-        self._flying: deque[Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._loads: list[tuple[int, Load]] = []
         """Loads, and how many steps they take yet."""
         self._names = 0
@@ -199,14 +199,14 @@ class Engine:
 
     def step(self) -> None:
         """Plan steps as far as vLLM would, and run the oldest one."""
-        while len(self._flying) < self._depth:
+        while len(self._in_flight) < self._depth:
             self._before_plan()
             output = self.scheduler.schedule()
-            self._flying.append(self._planned(output))
+            self._in_flight.append(self._planned(output))
             if not output.num_scheduled_tokens:
                 break
         self._pull()
-        self._run(self._flying.popleft())
+        self._run(self._in_flight.popleft())
         self._pull()
 
     def _before_plan(self) -> None:
@@ -376,7 +376,7 @@ class Engine:
         """The loads that are over with this step."""
         ended = [load for steps, load in self._loads if steps <= 0]
         self._loads = [(steps - 1, load) for steps, load in self._loads if steps > 0]
-        if ended:  # A load begins behind what the engine has begun to compute.
+        if ended:  # A load begins after what the engine has begun to compute.
             self.memory.catch_up()
         return [self.tiers.write(load, fails=self.rng.random() < 0.1) for load in ended]
 

@@ -1,4 +1,4 @@
-"""The merger: the changes of one batch as few drafts of events as their order allows.
+"""Batch merger: turns the changes of one batch into as few drafts of events as their order allows.
 
 Removals and stores of different blocks may change places, so a batch becomes one removal followed
 by one store per group. Only a block that is stored and then removed in the same batch ends the
@@ -7,7 +7,7 @@ draft: its removal must come after its store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_common.identity import SequenceHash, hashes_to_hex
@@ -27,7 +27,7 @@ class StoredDraft:
     blocks: list[BlockRun]
     """The blocks of the event, before they are written as text."""
     held: Held
-    """All that the rank holds in this group, with what drafts behind this one have changed."""
+    """All that the rank holds in this group, with the changes of drafts after this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,18 @@ class ClearedDraft:
 Draft = StoredDraft | RemovedDraft | ClearedDraft
 
 
+def blocks_of(drafts: Iterable[Draft]) -> set[SequenceHash]:
+    """Return the blocks that drafts store or remove."""
+    found: set[SequenceHash] = set()
+    for draft in drafts:
+        match draft:
+            case StoredDraft():
+                found.update(*(run for _, run in draft.blocks))
+            case RemovedDraft():
+                found.update(draft.blocks)
+    return found
+
+
 @dataclass(slots=True)
 class _Open:
     """The stored and removed blocks gathered of one group."""
@@ -60,7 +72,7 @@ class _Open:
     removed: list[SequenceHash] = field(default_factory=list)
     runs: list[BlockRun] = field(default_factory=list)
     stored: set[SequenceHash] = field(default_factory=set)
-    """What removals are compared with: made when the first one comes."""
+    """The blocks of `runs`, with which removals are compared; filled when the first one comes."""
     uncompared: list[list[SequenceHash]] = field(default_factory=list)
     """Blocks that are in `runs` and not in `stored` yet."""
 
@@ -74,9 +86,9 @@ class BatchMerger:
         self._open: dict[int, _Open] = {}
         self._drafts: list[Draft] = []
 
-    def stored(self, group: int, view: HeldBlocks, runs: Sequence[BlockRun]) -> None:
+    def stored(self, group: int, held_blocks: HeldBlocks, runs: Sequence[BlockRun]) -> None:
         """Gather blocks that are new in a group."""
-        opened = self._open_of(group, view)
+        opened = self._open_of(group, held_blocks)
         for parent, hashes in runs:
             opened.uncompared.append(hashes)
             if opened.runs and opened.runs[-1][1][-1] == parent:
@@ -84,16 +96,16 @@ class BatchMerger:
             else:
                 opened.runs.append((parent, list(hashes)))
 
-    def removed(self, group: int, view: HeldBlocks, hashes: Sequence[SequenceHash]) -> None:
+    def removed(self, group: int, held_blocks: HeldBlocks, hashes: Sequence[SequenceHash]) -> None:
         """Gather blocks that are gone from a group. If one was stored in this batch, begin a new
         draft."""
         assert hashes, f"group {group} removes nothing"
-        opened = self._open_of(group, view)
+        opened = self._open_of(group, held_blocks)
         opened.stored.update(*opened.uncompared)
         opened.uncompared.clear()
         if not opened.stored.isdisjoint(hashes):
             self._close(group)
-            opened = self._open_of(group, view)
+            opened = self._open_of(group, held_blocks)
         opened.removed.extend(hashes)
 
     def cleared(self, reason: str) -> None:
@@ -110,11 +122,11 @@ class BatchMerger:
         drafts, self._drafts = self._drafts, []
         return drafts
 
-    def _open_of(self, group: int, view: HeldBlocks) -> _Open:
+    def _open_of(self, group: int, held_blocks: HeldBlocks) -> _Open:
         opened = self._open.get(group)
         if opened is None:
-            opened = self._open[group] = _Open(view.namespace_hex, view.held)
-        assert opened.held is view.held, f"group {group} has another view"
+            opened = self._open[group] = _Open(held_blocks.namespace_hex, held_blocks.held)
+        assert opened.held is held_blocks.held, f"group {group} has other held blocks"
         return opened
 
     def _close(self, group: int) -> None:

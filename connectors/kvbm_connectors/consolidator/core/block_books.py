@@ -1,8 +1,11 @@
-"""Books of blocks: large tables that change while they are told of, a part at a time."""
+"""Books of blocks: large tables that change while they are announced, a part at a time."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tier.block_lookup import BlockLookup
@@ -10,7 +13,11 @@ from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import SnapshotReply
 
 LOOKS_PER_BLOCK = 8
-"""Blocks that are looked at in the time that it takes to tell of one."""
+"""Blocks that are looked at in the time that it takes to announce one."""
+DROPS_PER_BLOCK = 16
+"""Blocks whose memory is given back in the time that it takes to announce one."""
+DISCARDED_MAX = 8
+"""Books that wait until their memory is given back; the oldest one's is given back at once."""
 Blocks = BlockLookup[SequenceHash]
 """Block → its parent."""
 Pairs = list[tuple[SequenceHash, SequenceHash]]
@@ -31,7 +38,7 @@ def listed(book: Blocks) -> Iterator[SequenceHash]:
 
 
 def parents_before_children(books: Sequence[Blocks]) -> Iterator[SequenceHash | None]:
-    """Yield every block of some books once, each behind its parent if that is in one of them.
+    """Yield every block of some books once, each after its parent if that is in one of them.
 
     Dynamo's router refuses a block before its parent. None stands for some that were looked at
     again: at the end nearly all have been yielded.
@@ -44,17 +51,52 @@ def parents_before_children(books: Sequence[Blocks]) -> Iterator[SequenceHash | 
             chain: list[SequenceHash] = []
             at: SequenceHash | None = name
             while at is not None and at not in done:
+                if not (len(chain) + 1) % LOOKS_PER_BLOCK:
+                    yield None
                 parent = parent_in(books, at)
                 if parent is not None:
                     done.set((at,), True)
                     chain.append(at)
                 at = parent
             yield from reversed(chain)
+    for _ in range(done.part_count if done.part_count > 1 else 0):
+        dropped = done.shed()
+        yield from repeat(None, dropped // DROPS_PER_BLOCK)
+
+
+class Discarded:
+    """Books that are of no use any more: a million blocks' memory takes 90 ms to give back."""
+
+    def __init__(self) -> None:
+        self._books: deque[BlockLookup[Any]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._books)
+
+    def add(self, book: BlockLookup[Any]) -> None:
+        """Take a book whose blocks are never asked for again; a small one goes at once."""
+        if book.part_count > 1:
+            self._books.append(book)
+            if len(self._books) > DISCARDED_MAX:
+                self._books.popleft()
+        assert len(self._books) <= DISCARDED_MAX, f"{len(self._books)} books wait"
+
+    def shed(self, count: int) -> None:
+        """Give back the memory of about so many blocks: whole parts of a book."""
+        while self._books and count > 0:
+            book = self._books[0]
+            count -= book.shed() + 1
+            if not len(book):
+                self._books.popleft()
 
 
 def parent_in(books: Iterable[Blocks], name: SequenceHash) -> SequenceHash | None:
     """Return the parent of a block that is in one of these books; None: it is in none."""
-    return next((parent for book in books if (parent := book.get(name)) is not None), None)
+    for book in books:
+        parent = book.get(name)
+        if parent is not None:
+            return parent
+    return None
 
 
 def parts_of(reply: SnapshotReply, blocks_max: int) -> Iterator[tuple[str, Pairs]]:

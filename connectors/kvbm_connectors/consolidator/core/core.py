@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, blocks_of
 from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
 from kvbm_connectors.consolidator.core.messages import (
@@ -58,12 +59,12 @@ class ConsolidatorStatistics:
 
     engines: EnginesStatistics
     consolidated_blocks: int
-    """Blocks said on the consolidated stream, over all engines and ranks."""
+    """Blocks published on the consolidated stream, over all engines and ranks."""
     tier_blocks: int
     tiers_behind: int
     names: int
     unnamed_blocks: int
-    """Blocks that routers are not told of, because no engine has said their tokens yet."""
+    """Blocks that are not sent to routers, because no engine has sent their tokens yet."""
     router_batches: int
     drops: dict[str, int]
 
@@ -96,7 +97,7 @@ class ConsolidatorCore:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether ticks may come seldom: no engine and no tier waits for anything."""
+        """Tell whether ticks may come seldom: no engine and no tier waits for anything."""
         is_settled = self.engines.is_settled and self.consolidated.tiers.is_current
         return is_settled and not self.consolidated.is_going_on
 
@@ -126,13 +127,25 @@ class ConsolidatorCore:
             case RouterJoined(rank, topic):
                 self.router.greet(rank, topic)
             case _:
-                for effect in self.engines.step(event, now_ms):
+                found = self.engines.step(event, now_ms)
+                drafts = [one.draft for one in found if isinstance(one, Publish)]
+                is_built = any(isinstance(draft, ClearedDraft) for draft in drafts)
+                if is_built or self.consolidated.is_going_on:
+                    self.consolidated.touched = blocks_of(drafts)
+                for effect in found:
                     self._overhear(effect, now_ms)
                     effects += [] if isinstance(effect, Learn) else [effect]
-        if tiers.is_going_on:
+                self.consolidated.touched = set()
+        # A part of what is large is for a turn of its own, not for each input that comes between.
+        has_turn = not self._is_waiting
+        # Events of tiers come with a part of what they wait for: else they would outrun it.
+        if (has_turn and tiers.is_going_on) or (
+            isinstance(event, TierEvents) and tiers.is_catching_up
+        ):
             self.consolidated.tiers_changed(tiers.go_on(now_ms))
         if isinstance(event, Tick | TierJoined):
             effects += [AskSnapshot(source) for source in tiers.ask(now_ms)]
+        self.consolidated.rebuild(has_turn=has_turn)
         effects += self._say()
         if self.consolidated.is_going_on and not self._is_waiting:
             self._is_waiting = True
@@ -157,11 +170,11 @@ class ConsolidatorCore:
                 pass
 
     def _say(self) -> list[Effect]:
-        self.consolidated.rebuild()
         events = self.consolidated.take()
         if self._naming:
             for event in events:
                 self.router.take_event(event)
+            self.router.publish_named()
         published: list[Effect] = [PublishConsolidated(event) for event in events]
         return published + [Broadcast(frame) for frame in self.router.take()]
 

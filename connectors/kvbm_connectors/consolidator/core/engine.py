@@ -9,6 +9,7 @@ from functools import partial
 from typing import assert_never
 
 from kvbm_common.tier.machine import Machine
+from kvbm_common.wire.consolidator import Attach
 from kvbm_common.wire.events import (
     TIER_SOURCES,
     Cleared,
@@ -17,7 +18,7 @@ from kvbm_common.wire.events import (
     Removed,
     Stored,
 )
-from kvbm_common.wire.local import Attach, Refused
+from kvbm_common.wire.local import Refused
 from kvbm_common.wire.tier_stats import WorkerStats
 
 from kvbm_connectors.consolidator.core.batch_merger import (
@@ -37,7 +38,7 @@ class EngineState(Enum):
 
     UNREGISTERED = auto()
     ASKING = auto()
-    """An AskEpoch flies."""
+    """An AskEpoch is in flight."""
     REGISTERED = auto()
     """The engine has an epoch: its events are published."""
 
@@ -73,7 +74,7 @@ class Engine:
     """The number of the last AskEpoch."""
     ask_at_ms: int = 0
     told: Facts | None = None
-    """What the registry was told last."""
+    """The facts that the registry was given last; None: none yet."""
 
     def is_another(self, attach: Attach) -> bool:
         """Return whether this is another life, or the same life with facts that cannot change."""
@@ -85,7 +86,7 @@ class Engine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has an epoch, and no rank waits for events."""
+        """Tell whether the engine has an epoch, and no rank waits for events."""
         assert not self.epoch or self.state is EngineState.REGISTERED, f"{self.name}: {self.state}"
         return bool(self.epoch) and all(
             rank.order.is_live and not rank.orphans for rank in self.ranks.values()
@@ -100,7 +101,7 @@ class Engine:
         return self.state is EngineState.ASKING and self.ask == ask
 
     def asked(self, ask: int) -> None:
-        """Note that the AskEpoch of this number flies."""
+        """Note that the AskEpoch of this number is in flight."""
         assert not self.epoch, f"{self.name} has epoch {self.epoch} already"
         assert ask > self.ask, f"{self.name}: question {ask} follows {self.ask}"
         self._move("asked")

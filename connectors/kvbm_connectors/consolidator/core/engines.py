@@ -20,13 +20,16 @@ from collections import Counter
 from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.announcer import Pages
+from kvbm_common.wire.consolidator import Attach, Attached
 from kvbm_common.wire.engine_events import EngineBatch
-from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.local import Refused
 from kvbm_common.wire.tier_stats import WorkerStats
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, Draft
 from kvbm_connectors.consolidator.core.engine import Engine, event_of, refusal_of_attach
+from kvbm_connectors.consolidator.core.engine_statistics import statistics_of
 from kvbm_connectors.consolidator.core.events import PublishedEvents
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
@@ -56,6 +59,7 @@ from kvbm_connectors.consolidator.core.messages import (
 )
 from kvbm_connectors.consolidator.core.rank import Rank
 from kvbm_connectors.consolidator.core.sequencer import Ready
+from kvbm_connectors.consolidator.core.snapshot_pages import pages_of
 
 
 class EnginesCore:
@@ -110,7 +114,7 @@ class EnginesCore:
 
     # ---- questions ---------------------------------------------------------------------------
 
-    def snapshot(self, engine: str) -> SnapshotReply | None:
+    def snapshot_pages(self, engine: str) -> Pages | None:
         """Return all that an engine holds as of its last event, of every rank and KV group.
 
         None if the engine is unknown or has no epoch.
@@ -118,18 +122,13 @@ class EnginesCore:
         found = self._engines.get(engine)
         if found is None or not found.epoch:
             return None
-        return SnapshotReply(
-            host=self._host,
-            source=engine,
-            tier="device",
-            epoch=found.epoch,
-            seq=found.seq,
-            parts=[part for rank in found.ranks.values() for part in rank.parts()],
-        )
+        head = SnapshotReply(host=self._host, source=engine, tier="device", epoch=found.epoch,
+                             seq=found.seq, parts=[])  # fmt: skip
+        return pages_of(head, [p for rank in found.ranks.values() for p in rank.pieces()])
 
     @property
     def is_settled(self) -> bool:
-        """Whether every engine has its epoch, and no rank waits for events."""
+        """Tell whether every engine has its epoch, and no rank waits for events."""
         return all(engine.is_settled for engine in self._engines.values())
 
     def knows(self, engine: str, incarnation: str) -> bool:
@@ -154,21 +153,10 @@ class EnginesCore:
 
     def statistics(self) -> EnginesStatistics:
         """Return the figures for metrics."""
-        ranks = [rank for engine in self._engines.values() for rank in engine.ranks.values()]
-        return EnginesStatistics(
-            engines=len(self._engines),
-            streams=len(ranks),
-            passing_through=sum(bool(rank.attach.passes_through) for rank in ranks),
-            blocks=sum(rank.block_count for rank in ranks),
-            pending_batches=sum(rank.order.pending_count for rank in ranks),
-            orphan_blocks=sum(rank.orphans.block_count for rank in ranks),
-            pending_most=max((rank.order.pending_count for rank in ranks), default=0),
-            orphan_most=max((rank.orphans.block_count for rank in ranks), default=0),
-            batches=self._batch_count,
-            published=self._publish_count,
-            replays=self._replay_count,
-            drops=dict(self._drops),
-        )
+        return statistics_of(
+            self._engines.values(), batches=self._batch_count, published=self._publish_count,
+            replays=self._replay_count, drops=self._drops,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Assert every invariant, in O(n)."""
@@ -364,7 +352,7 @@ class EnginesCore:
         from_seq = rank.order.poll(self._now_ms, self._replay_count + 1)
         if from_seq is not None:
             self._replay_count += 1
-            assert rank.order.replay == self._replay_count, f"{rank.key}: {rank.order.replay} flies"
+            assert rank.order.replay == self._replay_count, f"{rank.key}: {rank.order.replay}"
             endpoint = rank.attach.replay_endpoint
             self._effects.append(RequestReplay(rank.key, endpoint, from_seq, rank.order.replay))
 

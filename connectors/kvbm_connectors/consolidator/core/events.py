@@ -17,10 +17,10 @@ STORY_EVENTS_MAX = 2_000
 
 
 def parents_first(held: Mapping[Key, Any], parent_of: Callable[[Key], Key | None]) -> Iterator[Key]:
-    """Yield every key once, each behind its parent if that is held; else in the order of `held`.
+    """Yield every key once, each after its parent if that is held; else in the order of `held`.
 
     Dynamo's router refuses a block before its parent. A parent that went and came back stands
-    behind its child in `held`.
+    after its child in `held`.
     """
     done: set[Key] = set()
     for key in held:

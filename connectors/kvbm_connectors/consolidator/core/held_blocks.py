@@ -1,20 +1,21 @@
-"""The view: what one KV group of one rank holds, in the engine's names and in ours.
+"""Held blocks: what one KV group of one rank holds, in the engine's names and in ours.
 
-An engine may hold the same content in two device blocks. It then says stored twice and removed
+An engine may hold the same content in two device blocks. It then publishes stored twice and removed
 twice; here the block is held from the first to the last.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
 from kvbm_common.identity import Hasher, SequenceHash
-from kvbm_common.tier.announcer import runs_of
 from kvbm_common.wire.engine_events import EngineHash
-from kvbm_common.wire.events import Run
+
+from kvbm_connectors.consolidator.core.block_books import Pairs
+from kvbm_connectors.consolidator.core.events import parents_first
 
 RETIRED_MAX = 65_536
 """Names of removed blocks that are kept: a new block may follow one that has just left (sliding
@@ -38,11 +39,11 @@ class HeldBlocks:
         self._retired_max = retired_max
         self._names: dict[EngineHash, SequenceHash] = {}
         self._parents: dict[SequenceHash, SequenceHash] = {}
-        """Exactly the blocks held, with their parents, parents first."""
+        """Exactly the blocks held, with their parents, in the order in which they came."""
         self._copies: dict[SequenceHash, int] = {}
-        """How often a block is held, where that is more than once."""
+        """Block → the number of times that the engine holds it, if more than one."""
         self._name_copies: dict[EngineHash, int] = {}
-        """How often it is held under one name, where that is more than once."""
+        """Engine's hash → the number of times that its block is held under it, if more than one."""
         # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
         self._retired: OrderedDict[EngineHash, None] = OrderedDict()
 
@@ -153,11 +154,22 @@ class HeldBlocks:
 
     def block_runs(self) -> list[BlockRun]:
         """Return everything held, each block as a run of its own, parents first."""
-        return [(parent, [block]) for block, parent in self._parents.items()]
+        parents, passed = self._parents, set[SequenceHash]()
+        for block, parent in parents.items():
+            if parent not in passed and parent in parents:
+                ordered = parents_first(parents, parents.get)
+                return [(parents[one], [one]) for one in ordered]
+            passed.add(block)
+        return [(parent, [block]) for block, parent in parents.items()]
 
-    def runs(self) -> list[Run]:
-        """Return everything held, as the runs of a snapshot."""
-        return runs_of(self._parents.items())
+    def names(self) -> list[SequenceHash]:
+        """Return our names of everything held, in the order in which it was stored."""
+        return list(self._parents)
+
+    def held_of(self, names: Sequence[SequenceHash]) -> Pairs:
+        """Return those of some blocks that are held, each with its parent."""
+        found = zip(names, map(self._parents.get, names), strict=True)
+        return [(name, parent) for name, parent in found if parent is not None]
 
     def check(self) -> None:
         """Assert every invariant, in O(n)."""

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import msgspec
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.announcer import runs_of
+from kvbm_common.tier.announcer import Pages
 from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored, Tier
-from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import (
     ClearedDraft,
@@ -32,30 +32,30 @@ from kvbm_connectors.consolidator.core.batch_merger import (
     RemovedDraft,
     StoredDraft,
 )
+from kvbm_connectors.consolidator.core.block_books import DROPS_PER_BLOCK
 from kvbm_connectors.consolidator.core.events import EventBuilder
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
-from kvbm_connectors.consolidator.core.rank_view import BITS, DEVICE, TIER_BITS, TIERS, RankView
-from kvbm_connectors.consolidator.core.tier_views import TIER_BLOCKS_MAX, Change, TierViews
+from kvbm_connectors.consolidator.core.rank_view import (
+    BITS,
+    DEVICE,
+    TIER_BITS,
+    TIERS,
+    MergedEngine,
+    RankView,
+)
+from kvbm_connectors.consolidator.core.replaced_books import Change
+from kvbm_connectors.consolidator.core.snapshot_pages import pages_of
+from kvbm_connectors.consolidator.core.tier_passes import TierPasses, after_ancestors
+from kvbm_connectors.consolidator.core.tier_views import TIER_BLOCKS_MAX, TierViews
 
 ANCESTORS_MAX = 65_536
-"""Ancestors that a step says before a block: a million tokens, once. A longer chain is counted."""
+"""Ancestors that a pass publishes at once before a block: a million tokens, once. A longer chain is
+counted."""
 Settled = tuple[SequenceHash, SequenceHash | None]
 """A block and its parent, which a removal does not name."""
-Unsaid = tuple[SequenceHash, SequenceHash, int, int, bool]
-"""A block, its parent, what was said, what is to be said, and whether the device has it."""
-
-
-@dataclass(slots=True)
-class MergedEngine:
-    """One engine: its position in its own consolidated stream, and its views."""
-
-    name: str
-    epoch: int = 0
-    seq: int = 0
-    views: dict[tuple[int, str], RankView] = field(default_factory=dict)
-    """By rank and namespace."""
-    cleared: set[int] = field(default_factory=set)
-    """Ranks whose tiers' blocks must be published again."""
+Unpublished = tuple[SequenceHash, SequenceHash, int, int, bool]
+"""A block, its parent, the tiers that it was and is to be published for, and whether the device has
+it."""
 
 
 class MergedStreams:
@@ -68,11 +68,10 @@ class MergedStreams:
         self._dedup, self._drops = dedup, drops
         self._engines: dict[str, MergedEngine] = {}
         self.tiers = TierViews(drops, blocks_max)
-        self._again: dict[
-            tuple[str, int, str], tuple[MergedEngine, RankView, Iterator[SequenceHash | None]]
-        ] = {}
-        """Engine, rank and namespace → what is still to be said again of the tiers' blocks."""
+        self._passes = TierPasses()
         self._out: list[Event] = []
+        self.touched: set[SequenceHash] = set()
+        """Blocks of the drafts that come in this step: tables are ahead of what is published."""
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -90,8 +89,10 @@ class MergedStreams:
 
     def engine_left(self, name: str) -> None:
         """Forget an engine whose life is over; its `cleared` was the last event."""
-        self._engines.pop(name, None)
-        self._again = {key: again for key, again in self._again.items() if key[0] != name}
+        engine = self._engines.pop(name, None)
+        for view in engine.views.values() if engine is not None else ():
+            self.tiers.replaced.discarded.add(view.clear())
+        self._passes.forget(name)
 
     def engine_event(self, event: Event, draft: Draft) -> None:
         """Apply an event that the consolidator has published of an engine; `draft` is what it was
@@ -108,7 +109,7 @@ class MergedStreams:
                 raise AssertionError(f"{draft} does not make {event}")
 
     def tiers_changed(self, changes: list[Change], event: Event | None = None) -> None:
-        """Tell every rank whose view is changed by what tiers have gained or lost."""
+        """Publish what tiers have gained or lost, for every rank whose view it changes."""
         ts_ms = event.ts_ms if event else 0
         reason = event.reason if isinstance(event, Removed) else ""
         for change in changes:
@@ -117,11 +118,11 @@ class MergedStreams:
                     if view.namespace == change.namespace and engine.epoch:
                         self._settle(engine, view, self._news(view, change), ts_ms, reason)
 
-    def rebuild(self) -> None:
-        """Say again what the tiers hold, to those who are new or whose stream was cleared.
+    def rebuild(self, *, has_turn: bool) -> None:
+        """Publish the tiers' blocks again, for ranks that are new or whose stream was cleared.
 
-        Called at the end of a step: an engine that was cleared because it ended is gone by then. Of
-        many blocks a step says some.
+        Called at the end of a step: an engine that was cleared because it ended is gone by then. A
+        step that has its turn publishes a part of many blocks.
         """
         for engine in self._engines.values():
             if not engine.cleared or not engine.epoch:
@@ -130,23 +131,25 @@ class MergedStreams:
             ranks, engine.cleared = engine.cleared, set()
             for view in engine.views.values():
                 if view.rank in ranks:
-                    key = engine.name, view.rank, view.namespace
-                    self._again.pop(key, None)  # The new pass waits behind those of others.
-                    self._again[key] = engine, view, self.tiers.blocks(view.namespace)
-        left = self._blocks_max
-        while self._again and left:
-            key, (engine, view, names) = next(iter(self._again.items()))
-            assert self._engines.get(engine.name) is engine, f"{engine.name} is gone, and hears"
-            some = list(islice(names, left))
-            if len(some) < left:
-                del self._again[key]
-            left -= len(some)
-            self._settle(engine, view, self.tiers.held_of(some, view.namespace), 0)
+                    self._passes.begin(engine.name, view, self.tiers.blocks(view.namespace))
+        left = self._blocks_max if has_turn else 0
+        while self._passes and left > 0:
+            name, view, some = self._passes.take(left)
+            left -= max(1, len(some))
+            held = self.tiers.held_of(some, view.namespace)
+            self._settle(self._engines[name], view, held, 0, may_put_off=False)
+        if has_turn and not self._is_publishing:  # No pass reads a discarded table.
+            self.tiers.replaced.discarded.shed(self._blocks_max * DROPS_PER_BLOCK)
 
     @property
     def is_going_on(self) -> bool:
-        """Whether blocks of tiers are still to be said."""
-        return bool(self._again) or self.tiers.is_going_on
+        """Tell whether blocks of tiers are still to be read or published, or memory to be given
+        back."""
+        return self._is_publishing or bool(self.tiers.replaced.discarded)
+
+    @property
+    def _is_publishing(self) -> bool:
+        return bool(self._passes) or self.tiers.is_going_on
 
     def take(self) -> list[Event]:
         """Return the events that are to be published, in order, and forget them."""
@@ -155,25 +158,17 @@ class MergedStreams:
 
     # ---- questions ---------------------------------------------------------------------------
 
-    def snapshot(self, name: str) -> SnapshotReply | None:
+    def snapshot_pages(self, name: str) -> Pages | None:
         """Return the whole consolidated stream of an engine, as of its last event; None if
         unknown."""
         engine = self._engines.get(name)
         if engine is None or not engine.epoch:
             return None
         assert engine.seq > 0, f"{name} has epoch {engine.epoch}, and no event"
-        parts = [
-            SnapshotPart(
-                namespace=view.namespace,
-                rank=view.rank,
-                group=view.group,
-                runs=runs_of((block, self._parent_of(view, block)) for block, _ in view.all_said()),
-            )
-            for view in engine.views.values()
-            if len(view)
-        ]
-        return SnapshotReply(host=self._host, source=name, tier="device", epoch=engine.epoch,
-                             seq=engine.seq, parts=parts)  # fmt: skip
+        head = SnapshotReply(host=self._host, source=name, tier="device", epoch=engine.epoch,
+                             seq=engine.seq, parts=[])  # fmt: skip
+        views = engine.views.values()
+        return pages_of(head, [p for view in views for p in view.pieces(self.tiers.known_of)])
 
     def live(self, name: str, rank: int = 0) -> dict[SequenceHash, set[Tier]]:
         """Return what was published for one rank and not taken back: each block with its tiers."""
@@ -182,12 +177,12 @@ class MergedStreams:
         return {
             block: {TIERS[bit] for bit in BITS[mask]}
             for view in views
-            for block, mask in view.all_said()
+            for block, mask in view.all_published()
         }
 
     @property
     def block_count(self) -> int:
-        """Blocks said, over all engines and ranks."""
+        """Published blocks, over all engines and ranks."""
         return sum(len(v) for engine in self._engines.values() for v in engine.views.values())
 
     def check(self) -> None:
@@ -197,13 +192,13 @@ class MergedStreams:
             assert (engine.seq > 0) == (engine.epoch > 0), "an epoch begins with cleared"
             for view in engine.views.values():
                 view.check()
-                if not engine.epoch or view.rank in engine.cleared or self.is_going_on:
+                if not engine.epoch or view.rank in engine.cleared or self._is_publishing:
                     continue
-                for block, said in view.all_said():
+                for block, published in view.all_published():
                     have = self._beyond(view, block) | (DEVICE if block in view.device else 0)
                     assert have, f"{block.hex()} is nowhere, and {engine.name} announces it"
-                    text = f"{block.hex()} is in {have}, and {engine.name} announces it in {said}"
-                    assert said == have if not self._dedup else said in TIERS, text
+                    text = f"{block.hex()} is in {have}, published by {engine.name} in {published}"
+                    assert published == have if not self._dedup else published in TIERS, text
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -218,7 +213,7 @@ class MergedStreams:
         ranks = {event.rank} if event.rank_only else {rank for rank, _ in engine.views}
         for view in engine.views.values():
             if view.rank in ranks:
-                view.clear()
+                self.tiers.replaced.discarded.add(view.clear())
         engine.cleared |= ranks
         if event.epoch > engine.epoch:
             engine.epoch, engine.seq = event.epoch, 0
@@ -242,6 +237,8 @@ class MergedStreams:
         assert draft.group == event.group, f"{engine.name}: {draft.group} is not {event.group}"
         view.device = draft.held
         blocks = [block for _, run in draft.blocks for block in run]
+        if self.touched and self._dedup:
+            self._publish_lost_parents(engine, view, draft, event.ts_ms)
         if view.beyond.has_none_of(blocks) and not self.tiers.has_any(blocks, view.namespace):
             self._pass_on(engine, event)
             return
@@ -250,6 +247,20 @@ class MergedStreams:
             pair for parent, run in draft.blocks for pair in zip(run, [parent, *run], strict=False)
         ]
         self._settle(engine, view, pairs, event.ts_ms, inside=True)
+
+    def _publish_lost_parents(
+        self, engine: MergedEngine, view: RankView, draft: StoredDraft, ts_ms: int
+    ) -> None:
+        """Publish what tiers have of the ancestors of a store, where it follows a block that the
+        device does not have any more: its removal was in a gap."""
+        assert view.rank in {rank for rank, _ in engine.views}, f"{engine.name} has no {view.rank}"
+        events = EventBuilder()
+        for parent, (child, *_) in draft.blocks:
+            if parent not in view.device:
+                waiting = self._unpublished(view, child, parent)
+                for one in reversed(list(islice(waiting, ANCESTORS_MAX))):
+                    view.publish(events, *one)
+        self._say(engine, view, events, ts_ms, "")
 
     def _engine_removed(
         self, engine: MergedEngine, event: Removed, blocks: Collection[SequenceHash]
@@ -300,84 +311,88 @@ class MergedStreams:
         reason: str = "",
         *,
         inside: bool | None = None,
+        may_put_off: bool = True,
     ) -> None:
-        """Compare what was said of some blocks with what is true now, and say the difference.
+        """Compare what was published of some blocks with what is true now; publish the difference.
 
         `inside`: the device has all of the blocks, or none, while an engine's events are taken.
-        None: its table says which. Then ancestors that wait for their turn are said first.
+        None: its table says which. Then ancestors that wait are published first. With many of them
+        a block is put off until all else is published for the rank. So is, for tiers below, a
+        block of an engine's event: the device's table is ahead of what is published.
         """
         assert engine.views.get((view.rank, view.namespace)) is view, (engine.name, view.rank)
-        drafts = EventBuilder()
+        events, late = EventBuilder(), dict[SequenceHash, SequenceHash]()
         last: SequenceHash | None = None
+        room = self._blocks_max if may_put_off else ANCESTORS_MAX
+        is_ahead = inside is not None and (self._is_publishing or bool(engine.cleared))
         for block, parent in blocks:
-            here = block in view.device if inside is None else inside
-            said = view.said(block, inside=here)
-            want = self._wanted(view, block, said, here=here)
-            if want & ~said:
+            is_inside = block in view.device if inside is None else inside
+            published = view.published(block, inside=is_inside)
+            want = self._wanted(view, block, published, inside=is_inside)
+            if want & ~published:
                 parent = self._parent_of(view, block) if parent is None else parent
+                if is_ahead and want & ~published & ~DEVICE:
+                    late[block], want = parent, want & (published | DEVICE)
                 if inside is None and parent != last:
-                    for one in self._unsaid_before(view, block, parent):
-                        self._say(view, drafts, *one)
-            if want != said:
-                self._say(view, drafts, block, parent, said, want, here)
+                    waiting = () if parent in late else self._unpublished(view, block, parent)
+                    unpublished = list(islice(waiting, room + 1))
+                    is_long = len(unpublished) > room
+                    room -= min(room, len(unpublished)) if may_put_off else 0
+                    if may_put_off and (is_long or parent in late):
+                        late[block] = parent
+                        continue
+                    if is_long:
+                        self._drops["tier_chain_long"] += 1
+                    for one in reversed(unpublished):
+                        view.publish(events, *one)
+            if want != published:
+                view.publish(events, block, parent, published, want, is_inside)
             last = block if want else None
-        for draft in drafts.take() if engine.epoch else ():
+        if late:
+            above = partial(self._unpublished, view)
+            self._passes.put_off(engine.name, view, after_ancestors(late, above))
+        self._say(engine, view, events, ts_ms, reason)
+
+    def _say(
+        self, engine: MergedEngine, view: RankView, events: EventBuilder, ts_ms: int, reason: str
+    ) -> None:
+        for draft in events.take() if engine.epoch else ():
             head = self._next(engine, draft.tier, ts_ms, view.rank)
             self._out.append(draft.event(head, view.group, view.namespace, reason))
 
-    @staticmethod
-    def _say(
-        view: RankView,
-        drafts: EventBuilder,
-        block: SequenceHash,
-        parent: SequenceHash | None,
-        said: int,
-        want: int,
-        here: bool,
-    ) -> None:
-        view.say(block, want, inside=here)
-        for bit in BITS[said & ~want]:
-            drafts.removed(TIERS[bit], block)
-        for bit in BITS[want & ~said]:
-            assert parent is not None, f"{block.hex()} is stored behind an unknown block"
-            drafts.stored(TIERS[bit], parent, block)
-
-    def _wanted(self, view: RankView, block: SequenceHash, said: int, *, here: bool) -> int:
-        """Return the tiers that a block is to be published for, as bits. `here`: the device has
-        it."""
-        have = self._beyond(view, block) | (DEVICE if here else 0)
+    def _wanted(self, view: RankView, block: SequenceHash, published: int, *, inside: bool) -> int:
+        """Return the tiers that a block is to be published for, as bits."""
+        have = self._beyond(view, block) | (DEVICE if inside else 0)
         # The lowest bit of what it has is the tier that an engine reaches first.
-        return (said or have & -have) if self._dedup and have else have
+        return (published or have & -have) if self._dedup and have else have
 
-    def _unsaid_before(
+    def _unpublished(
         self, view: RankView, block: SequenceHash, parent: SequenceHash
-    ) -> list[Unsaid]:
-        """Return the ancestors of a block that are still to be said, the oldest one first.
+    ) -> Iterator[Unpublished]:
+        """Yield the ancestors of a block that are still to be published, its parent first.
 
-        Blocks of tiers are said in parts: a child may come while its parent waits for its turn.
+        Blocks of tiers are published in parts: a child may come while its parent waits.
         """
-        found: dict[SequenceHash, Unsaid] = {}
-        at = parent
-        while at not in found and at != block:
-            here = at in view.device
-            said = view.said(at, inside=here)
-            want = said if said and self._dedup else self._wanted(view, at, said, here=here)
-            if want == said or not want:
-                break
-            if len(found) == ANCESTORS_MAX:
-                self._drops["tier_chain_long"] += 1
-                break
-            behind = self._parent_of(view, at)
-            found[at] = (at, behind, said, want, here)
-            at = behind
-        return list(reversed(found.values()))
+        passed, at = {block}, parent
+        while at not in passed and at not in self.touched:
+            passed.add(at)
+            inside = at in view.device
+            published = view.published(at, inside=inside)
+            want = published
+            if not published or not self._dedup:
+                want = self._wanted(view, at, published, inside=inside)
+            if want == published or not want:
+                return
+            above = self._parent_of(view, at)
+            yield at, above, published, want, inside
+            at = above
 
     def _beyond(self, view: RankView, block: SequenceHash) -> int:
         """Return the tiers that have a block, without the device, as bits."""
-        mask = 0
+        have = 0
         for tier in self.tiers.holding(block, view.namespace):
-            mask |= TIER_BITS[tier]
-        return mask
+            have |= TIER_BITS[tier]
+        return have
 
     def _parent_of(self, view: RankView, block: SequenceHash) -> SequenceHash:
         parent = view.device.get(block)

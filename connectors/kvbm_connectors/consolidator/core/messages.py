@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvbm_common.wire.consolidator import Attach, Attached
 from kvbm_common.wire.engine_events import EngineBatch
 from kvbm_common.wire.events import Event, Tier
-from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.local import Refused
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import Draft
@@ -113,7 +114,7 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
     offers_open: bool = True
-    """Whether offers can be put on the bus now."""
+    """True if offers can be put on the bus now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ EngineInput = (
     | ReplayFailed
     | Tick
 )
-"""What the engines' side takes."""
+"""Inputs of `EnginesCore`, the engines' half of the core."""
 TierInput = TierJoined | TierLeft | TierEvents | TierSnapshot | TierSnapshotFailed | TierStreamLost
 Input = EngineInput | TierInput | RouterAsked | RouterJoined | GoOn
 
@@ -208,7 +209,7 @@ class Publish:
 
     event: Event
     draft: Draft
-    """What the event was made of: its blocks as bytes."""
+    """The draft that the event was made of: its blocks as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ class AskEpoch:
     """Register an engine's life. Ends in EpochGranted or EpochFailed."""
 
     ask: int
-    """Counts up: a life may end while its question flies, and its engine come again at once."""
+    """Counts up: a life may end with a question in flight, and its engine come again at once."""
     engine: str
     incarnation: str
     ranks: tuple[int, ...]
@@ -320,7 +321,7 @@ class AskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class GoOnLater:
-    """Let others have their turn: blocks of tiers are still to be read or said. Ends in GoOn."""
+    """Let others have their turn: blocks of tiers are still to be read or sent. Ends in GoOn."""
 
 
 EngineEffect = (
@@ -334,7 +335,7 @@ EngineEffect = (
     | Reply
     | Learn
 )
-"""What the engines' side wants done; `Learn` stays inside."""
+"""Effects of `EnginesCore`, the engines' half of the core; `Learn` stays inside the core."""
 Effect = EngineEffect | PublishConsolidated | Broadcast | AnswerRouter | AskSnapshot | GoOnLater
 
 # ---- limits and figures ----------------------------------------------------------------------
@@ -350,7 +351,7 @@ class ConsolidatorLimits:
     streams_max: int = 1_024
     """Engines on one host times ranks: far below."""
     pending_batches_max: int = 10_000
-    """Batches that wait behind a gap; vLLM's own replay buffer has as many."""
+    """Batches that wait after a gap; vLLM's own replay buffer has as many."""
     orphan_blocks_max: int = 16_384
     """Blocks whose parent is unknown."""
     orphan_age_ms: int = 2_000
@@ -362,7 +363,7 @@ class ConsolidatorLimits:
     tier_blocks_max: int = 512
     """Blocks of tiers that one step reads of a snapshot, or tells of: some 5 µs each, by rank."""
     naming: bool = False
-    """Whether to keep what engines say of their blocks, for routers."""
+    """True if what engines say of their blocks is kept, for routers."""
     replay_attempts_max: int = 3
     replay_retry_ms: int = 500
 
@@ -391,7 +392,7 @@ class EnginesStatistics:
     published: int
     replays: int
     drops: Mapping[str, int] = field(default_factory=dict)
-    """What was dropped, by reason."""
+    """Reason → the number of drops."""
     pending_most: int = 0
     orphan_most: int = 0
     """Batches and blocks that wait in one stream: the most of all."""

@@ -1,8 +1,8 @@
 """A rank: one event stream of an engine, turned into drafts of our own events.
 
-batch ──► Order ──► Joiner ──► View per KV group ──► Merger ──► drafts
-                       │           ▲
-                       └─ Orphans ─┘   blocks that wait for their parent
+batch ──► Sequencer ──► RunJoiner ──► HeldBlocks per KV group ──► BatchMerger ──► drafts
+                           │              ▲
+                           └── Orphans ───┘   blocks that wait for their parent
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
-from kvbm_common.identity import Hasher, IdentityError, Namespace, SequenceHash, lora_extra
+from kvbm_common.identity import Hasher, IdentityError, Namespace, SequenceHash
 from kvbm_common.tier.kv_groups import GROUPS_MAX
+from kvbm_common.wire.consolidator import Attach
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -22,23 +23,23 @@ from kvbm_common.wire.engine_events import (
     EngineHash,
     OtherEvent,
 )
-from kvbm_common.wire.local import Attach
-from kvbm_common.wire.verbs import SnapshotPart
 
 from kvbm_connectors.consolidator.core.batch_merger import BatchMerger, Draft
+from kvbm_connectors.consolidator.core.generations import Adapters, Generations, adapter_key
 from kvbm_connectors.consolidator.core.hash_extras import extras_of
 from kvbm_connectors.consolidator.core.held_blocks import HeldBlocks
 from kvbm_connectors.consolidator.core.messages import ConsolidatorLimits, StreamKey
 from kvbm_connectors.consolidator.core.orphans import Orphan, Orphans
 from kvbm_connectors.consolidator.core.run_joiner import RunJoiner, join
 from kvbm_connectors.consolidator.core.sequencer import Ready, Sequencer, Sign
+from kvbm_connectors.consolidator.core.snapshot_pages import Piece, ViewKey, pieces_of
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, named
 
 DEVICE_MEDIA = (None, "", "GPU", "DEVICE")
 """Media names that mean device memory; an engine's own lower tiers are not ours to announce."""
 NO_PARENT = "no_parent"
 NO_ADAPTER = "no_adapter"
-"""Why an event waits; other reasons are those for which it is dropped."""
+"""Reasons why an event waits; for other reasons it is dropped."""
 
 
 class Rank:
@@ -58,9 +59,9 @@ class Rank:
         """The peer that attached the rank last, and that is answered."""
         self.key = StreamKey(attach.engine, attach.incarnation, attach.rank)
         self.namespace_hex = attach.namespace.digest.hex()
-        self.generation = attach.generation
-        """Part of the names of what is stored now."""
-        self._adapters = _adapters_of(attach)
+        self._generations = Generations(attach)
+        self._batch_s = 0.0
+        """The time of the batch that is applied."""
         self._limits = limits
         self._drops = drops
         self._views: dict[int, HeldBlocks] = {}
@@ -89,23 +90,33 @@ class Rank:
     def describe(self, attach: Attach) -> None:
         """Take what the connector says of its engine now: a generation, adapters, a reason.
 
-        The generation is that of blocks stored after the next clear: the engine resets its device's
-        cache, tells its connector, which waits until we know, and only then publishes the clear.
+        A generation that is announced late has blocks here under other names. They are forgotten,
+        and the engine is asked again for its events since then, which have their tokens.
         """
         assert self.continues(attach), f"{self.key} is described as another engine: {attach}"
         self.attach = attach
-        self._adapters = _adapters_of(attach)
+        if self._generations.announce(attach):
+            if not self.order.read_again(attach.generation_us / 1e6):
+                self._drops["generation_late"] += self.block_count
+            self.orphans.clear()
+            self._generations.read_again()
+            self._clear("generation")
+            self._begin_generation()
         for group, view in self._views.items() if self.orphans else ():
             self._hold_orphans(self.orphans.adopt(group, tuple(self._adapters or ())), view)
 
+    @property
+    def _adapters(self) -> Adapters:
+        now = self._generations.now
+        return None if now is None else now.adapters
+
     def _begin_generation(self) -> None:
-        """Begin the generation that the connector has announced, if it is a new one: what was
-        stored is gone, or unknown, and the engine's hashes stand for other content."""
+        """Begin another generation: what was stored is gone, or unknown, and the engine's hashes
+        stand for other content."""
         assert not self.block_count, f"{self.key}: {self.block_count} blocks of old weights"
-        if self.generation != self.attach.generation:
-            self.generation = self.attach.generation
-            for view in self._views.values():
-                view.forget()
+        assert not self.orphans, f"{self.key}: {self.orphans.block_count} orphans of old weights"
+        for view in self._views.values():
+            view.forget()
 
     # ---- the stream --------------------------------------------------------------------------
 
@@ -116,7 +127,7 @@ class Rank:
         self._joiner.take()
         self._views.clear()
         assert not self.orphans, f"{self.key}: {self.orphans.block_count} orphans outlive a restart"
-        self.generation = self.attach.generation
+        self._generations = Generations(self.attach)
         self._merger = BatchMerger()
         self.order = self._new_order(now_ms)
 
@@ -132,8 +143,11 @@ class Rank:
                 self.settle(now_ms)
                 self._clear("gap")
                 self._drops["orphan"] += self.orphans.clear()
+                if self._generations.lose():
+                    self._begin_generation()
             else:
                 assert isinstance(item, EngineBatch), f"{self.key}: {item} is no batch"
+                self._batch_s = max(0.0, item.ts)
                 for event in item.events:
                     self._apply_event(event, now_ms)
         return False
@@ -178,13 +192,14 @@ class Rank:
         assert bool(drafts) == bool(self.block_count), f"{self.key}: {self.block_count} blocks"
         return drafts
 
-    def parts(self) -> list[SnapshotPart]:
-        """Return all that is held, as the parts of a snapshot."""
-        rank = self.key.rank
+    def pieces(self) -> list[Piece]:
+        """Return all that is held, for a snapshot."""
         return [
-            SnapshotPart(namespace=view.namespace_hex, rank=rank, group=group, runs=view.runs())
-            for group, view in self._views.items()
-            if len(view)
+            piece
+            for group, held in self._views.items()
+            for piece in pieces_of(
+                ViewKey(held.namespace_hex, self.key.rank, group), held.names(), held.held_of
+            )
         ]
 
     def check(self) -> None:
@@ -198,6 +213,9 @@ class Rank:
 
     def _apply_event(self, event: EngineEvent, now_ms: int) -> None:
         if isinstance(event, BlockStored):
+            if not self._is_of_known_generation(event):
+                self._drops["generation_unknown"] += len(event.block_hashes)
+                return
             while not self._joiner.add(event):
                 self.settle(now_ms)
             return
@@ -208,8 +226,16 @@ class Rank:
             case AllBlocksCleared():
                 self._clear("engine")
                 self._drops["orphan"] += self.orphans.clear()
+                if self._generations.clear(self._batch_s):
+                    self._begin_generation()
             case OtherEvent():
                 self._drops[event.reason] += 1
+
+    def _is_of_known_generation(self, event: BlockStored) -> bool:
+        """Tell whether the generation of stored blocks is known; perhaps it begins with them."""
+        if _in_device(event) and self._generations.store(self._batch_s):
+            self._begin_generation()
+        return self._generations.now is not None
 
     def _try_to_store(self, event: BlockStored) -> str:
         """Hold the blocks of an event, or say why not; then nothing has changed."""
@@ -235,7 +261,7 @@ class Rank:
     def _let_wait_or_drop(self, event: BlockStored, trouble: str, now_ms: int) -> None:
         assert trouble, f"{self.key}: an event without trouble is held"
         if trouble in (NO_PARENT, NO_ADAPTER):
-            adapter = _adapter_key(event.lora_id, event.lora_name) if trouble == NO_ADAPTER else ""
+            adapter = adapter_key(event.lora_id, event.lora_name) if trouble == NO_ADAPTER else ""
             if self.orphans.add(self._group_of(event), event, now_ms, adapter=adapter):
                 return
             trouble = "orphans_full"
@@ -260,7 +286,9 @@ class Rank:
         """Hold blocks; returns who waited for them. Or why they have no names: nothing is held."""
         group, hashes = self._group_of(event), event.block_hashes
         assert hashes, f"{self.key}: an event without blocks is held"
-        extras = extras_of(event, lora=self._lora_of(event), generation=self.generation)
+        now = self._generations.now
+        assert now is not None, f"{self.key}: blocks of an unknown generation are held"
+        extras = extras_of(event, lora=self._lora_of(event), generation=now.name)
         try:
             chain = view.hasher.chain(event.token_ids, parent=parent, extras=extras)
         except IdentityError:
@@ -298,7 +326,6 @@ class Rank:
             self._merger.cleared(reason)
         for view in self._views.values():
             view.clear()
-        self._begin_generation()
 
     # ---- helpers -----------------------------------------------------------------------------
 
@@ -307,7 +334,7 @@ class Rank:
         does."""
         if self._adapters is None or not event.lora_name:
             return None
-        return self._adapters.get(_adapter_key(event.lora_id, event.lora_name), NO_ADAPTER)
+        return self._adapters.get(adapter_key(event.lora_id, event.lora_name), NO_ADAPTER)
 
     def _group_of(self, event: BlockStored | BlockRemoved) -> int:
         return self.attach.namespace.group if event.group_idx is None else event.group_idx
@@ -336,21 +363,9 @@ class Rank:
 
 def _fixed(attach: Attach) -> Attach:
     """Return an attachment without what may change in a life."""
-    return msgspec.structs.replace(attach, generation="", adapters=None, passes_through="")
-
-
-def _adapters_of(attach: Attach) -> dict[str, str] | None:
-    """Return what adapters are called in names, by what events call them; None where adapters are
-    named by name alone."""
-    if attach.adapters is None:
-        return None
-    return {
-        _adapter_key(one.id, one.name): lora_extra(one.name, one.content) for one in attach.adapters
-    }
-
-
-def _adapter_key(number: int | None, name: str | None) -> str:
-    return f"{number}/{name}"
+    return msgspec.structs.replace(
+        attach, generation="", generation_us=0, adapters=None, passes_through=""
+    )
 
 
 def _in_device(event: BlockStored | BlockRemoved) -> bool:

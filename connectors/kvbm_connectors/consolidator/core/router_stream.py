@@ -43,8 +43,8 @@ from kvbm_connectors.consolidator.core.ended_engines import EndedEngines
 from kvbm_connectors.consolidator.core.events import parents_first
 from kvbm_connectors.consolidator.core.router_book import (
     Frame,
+    HeldBlock,
     RouterStream,
-    Said,
     StreamId,
     parent_in,
 )
@@ -96,6 +96,8 @@ class RouterStreams:
         self._streams: dict[StreamId, RouterStream] = {}
         self._ended = EndedEngines()
         self._out: list[Frame] = []
+        self._named: list[SequenceHash] = []
+        """Blocks whose tokens were learned in this step."""
         self.batch_count = 0
 
     # ---- inputs ------------------------------------------------------------------------------
@@ -143,13 +145,16 @@ class RouterStreams:
                         self._clear(stream_id, event.ts_ms)
 
     def learn(self, named: NamedBlocks) -> None:
-        """Learn what an engine says is in some blocks, and publish the blocks that waited for
-        it."""
-        new = self._names.learn(named)
+        """Learn what an engine says is in some blocks. Those that have waited for it are published
+        before a child of theirs, or at the end of the step: their parents may come in it."""
+        self._named += self._names.learn(named)
+
+    def publish_named(self) -> None:
+        """Publish the blocks that have waited for what was learned in this step."""
+        named, self._named = self._named, []
         for stream_id, stream in self._streams.items():
-            if stream.unnamed:
-                waiting = [said for block in new for said in stream.unnamed.pop(block, ())]
-                self._publish(stream_id, self._events_of(stream_id, waiting), 0)
+            if stream.unnamed and named:
+                self._publish(stream_id, self._named_events(stream_id, named), 0)
 
     def greet(self, rank: int, topic: bytes) -> None:
         """Answer a new subscriber: an empty batch tells it by its number what it missed.
@@ -194,7 +199,7 @@ class RouterStreams:
         """
         places = stream.places()
         held = [
-            Said(*key, places[key], stream.groups.get(key[0], 0))
+            HeldBlock(*key, places[key], stream.groups.get(key[0], 0))
             for key in parents_first(places, partial(parent_in, places))
         ]
         # Each batch needs a number that the reader waits for; the last is as large as it must be.
@@ -217,11 +222,11 @@ class RouterStreams:
     def held(self, engine: str, rank: int = 0) -> set[SequenceHash]:
         """Return the blocks that a reader of a stream holds."""
         stream = self._streams.get(StreamId(rank, engine), RouterStream())
-        return {block for said in stream.said.values() for block in said}
+        return {block for held in stream.blocks.values() for block in held}
 
     @property
     def unnamed_count(self) -> int:
-        """Blocks that cannot be said for want of a name."""
+        """Blocks that are not sent, because their tokens are not known."""
         return sum(len(stream.unnamed) for stream in self._streams.values())
 
     def check(self) -> None:
@@ -230,8 +235,8 @@ class RouterStreams:
         for stream in self._streams.values():
             assert len(stream.buffer) <= self._batches_max
             assert stream.buffer_bytes == sum(len(frame.payload) for frame in stream.buffer)
-            held = {block for said in stream.said.values() for block in said}
-            assert all(block in self._names for block in held), "said by name"
+            held = {block for held in stream.blocks.values() for block in held}
+            assert all(block in self._names for block in held), "a block without tokens was sent"
             assert stream.groups.keys() <= held, "a block that is not held has no group"
             assert not any(block in self._names for block in stream.unnamed)
 
@@ -250,50 +255,58 @@ class RouterStreams:
         for run in event.runs:
             parent = None if run.parent == root else hash_from_hex(run.parent)
             blocks = hashes_from_hex(run.hashes)
-            assert blocks, f"{stream_id}: a run without blocks behind {run.parent}"
+            assert blocks, f"{stream_id}: a run without blocks after {run.parent}"
             parents = [parent, *blocks[:-1]]
+            if stream.unnamed and self._named and parent is not None:
+                events += self._named_events(stream_id, [parent])
             if self._names.are_plain(blocks):
                 # As below, a run at a time: this is every event of a busy engine.
                 self._names.keep(blocks)
                 stream.hold(event.tier, zip(blocks, parents, strict=True), event.group)
-                first = Said(blocks[0], event.tier, parent, event.group)
+                first = HeldBlock(blocks[0], event.tier, parent, event.group)
                 is_read = self._is_read(stream_id.rank)
                 events.append(self._stored(blocks, first) if is_read else UNWRITTEN)
             else:
                 held = zip(blocks, repeat(event.tier), parents, repeat(event.group), strict=False)
-                events += self._events_of(stream_id, starmap(Said, held))
+                events += self._events_of(stream_id, starmap(HeldBlock, held))
         return events
 
-    def _events_of(self, stream_id: StreamId, blocks: Iterable[Said]) -> list[EngineEvent]:
-        """Hold these blocks; the events that say those of them that have a name."""
+    def _named_events(self, stream_id: StreamId, blocks: list[SequenceHash]) -> list[EngineEvent]:
+        """Return events of those of these blocks that have waited for their names, each after its
+        ancestors that have waited, too."""
+        waiting = self._streams[stream_id].take_waiting(blocks, self._names.__contains__)
+        return self._events_of(stream_id, waiting)
+
+    def _events_of(self, stream_id: StreamId, blocks: Iterable[HeldBlock]) -> list[EngineEvent]:
+        """Note that readers hold these blocks; return the events of those with known tokens."""
         stream = self._streams[stream_id]
-        known: list[Said] = []
-        for said in blocks:
-            if said.block not in self._names:
-                stream.unnamed.setdefault(said.block, []).append(said)
+        known: list[HeldBlock] = []
+        for one in blocks:
+            if one.block not in self._names:
+                stream.unnamed.setdefault(one.block, []).append(one)
             else:
-                stream.hold(said.tier, [(said.block, said.parent)], said.group)
-                known.append(said)
-        self._names.keep([said.block for said in known])
+                stream.hold(one.tier, [(one.block, one.parent)], one.group)
+                known.append(one)
+        self._names.keep([one.block for one in known])
         if known and not self._is_read(stream_id.rank):
             return [UNWRITTEN]
         return self._encode(known)
 
-    def _encode(self, blocks: Sequence[Said]) -> list[EngineEvent]:
+    def _encode(self, blocks: Sequence[HeldBlock]) -> list[EngineEvent]:
         """Return blocks as events, one per run of the same kind."""
-        runs: list[list[Said]] = []
+        runs: list[list[HeldBlock]] = []
         last: tuple[object, ...] | None = None
-        for said in blocks:
-            lora_name = self._names.kind(said.block).lora_name
-            if (said.parent, said.tier, said.group, lora_name) == last:
-                runs[-1].append(said)
+        for one in blocks:
+            lora_name = self._names.kind(one.block).lora_name
+            if (one.parent, one.tier, one.group, lora_name) == last:
+                runs[-1].append(one)
             else:
-                runs.append([said])
-            last = (said.block, said.tier, said.group, lora_name)
+                runs.append([one])
+            last = (one.block, one.tier, one.group, lora_name)
         assert sum(map(len, runs)) == len(blocks), f"{len(blocks)} blocks in {len(runs)} runs"
-        return [self._stored([said.block for said in run], run[0]) for run in runs]
+        return [self._stored([one.block for one in run], run[0]) for run in runs]
 
-    def _stored(self, run: list[SequenceHash], first: Said) -> BlockStored:
+    def _stored(self, run: list[SequenceHash], first: HeldBlock) -> BlockStored:
         assert run, f"a run without blocks, the first would be {first}"
         packed = self._names.tokens(run)
         tokens = struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
@@ -317,7 +330,7 @@ class RouterStreams:
                 gone.append(block)
                 self._retire(block)
                 continue
-            waiting = [said for said in stream.unnamed.pop(block, ()) if said.tier != event.tier]
+            waiting = [one for one in stream.unnamed.pop(block, ()) if one.tier != event.tier]
             if waiting:
                 stream.unnamed[block] = waiting
         if not gone:
@@ -332,10 +345,10 @@ class RouterStreams:
 
     def _clear(self, stream_id: StreamId, ts_ms: int) -> None:
         stream = self._streams[stream_id]
-        gone, stream.said = stream.said, {}
+        gone, stream.blocks = stream.blocks, {}
         stream.groups.clear()
         stream.unnamed.clear()
-        for block in (block for said in gone.values() for block in said):
+        for block in (block for held in gone.values() for block in held):
             self._retire(block)
         self._publish(stream_id, [AllBlocksCleared()], ts_ms)
 

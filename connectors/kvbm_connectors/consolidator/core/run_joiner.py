@@ -1,12 +1,12 @@
-"""Joining: stored events that continue one another become one, while nothing else happens.
+"""Run joiner: stored events that continue one another become one, while nothing else happens.
 
-An engine computes a prompt in pieces, and says so in an event for each. What an event costs is
-mostly not for its blocks: under load, when many come at once, the pieces of a prompt are put
-together again before anything is looked up.
+An engine computes a prompt in pieces, and publishes an event for each. An event costs more than its
+blocks do. So under load, when many come at once, the pieces of a prompt are put together again
+before anything is looked up.
 
-    [a b] behind nothing · [x y] behind p · [c d] behind b   ──►   [a b c d] · [x y]
+    [a b] after nothing · [x y] after p · [c d] after b   ──►   [a b c d] · [x y]
 
-A joined event is only a shorter way: who cannot use it takes its parts, one by one.
+A joined event is only a shorter way: where it cannot be used, its parts are taken one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RunJoiner:
 
     def __init__(self) -> None:
         self._joined: list[Parts] = []
-        """In the order of the first parts: who follows a block comes behind who stores it."""
+        """In the order of the first parts: a child comes after the event that stores its parent."""
         self._tails: dict[_Tail, Parts] = {}
         self._hashes: dict[int | None, set[EngineHash]] = {}
         """Every block that was put off, by group: none is put off twice, so their order is free."""

@@ -1,4 +1,4 @@
-"""The order: one stream's batches, each once, in sequence, across gaps, replays and restarts.
+"""Sequencer: one stream's batches, each once, in order, across gaps, replays and restarts.
 
 ```
           attach                      nothing more is missing
@@ -9,7 +9,7 @@
                  what we knew is LOST, and we go on with what there is
 ```
 
-While a replay is wanted or flies, live batches wait (bounded). The first replay begins at 0,
+While a replay is wanted or in flight, live batches wait (bounded). The first replay begins at 0,
 because an engine may have lived for long before we came. A batch with an old number is a duplicate
 if its time stamp is the one that we remember; otherwise the publisher has restarted (RESTARTED).
 """
@@ -53,39 +53,57 @@ class Sequencer:
         self.replay = 0
         """The number of the replay in flight; 0 without one."""
         self._wanted = True
+        """A replay is to be asked for at the next `poll`."""
         self._retry_at_ms = 0
         self._attempts = 0
         self._asked_from = 0
+        """The first sequence number that the last replay was asked for."""
         self._asked_for_gap = False
         """The gap was there when the replay was asked for: the engine must have what is in it."""
         self._replay_began = False
+        """The replay in flight has brought a batch."""
         self._pending: dict[int, EngineBatch] = {}
+        """Sequence number → a batch that waits for one before it."""
         # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
         self._recent: OrderedDict[int, float] = OrderedDict()
+        """Sequence number → time stamp of its batch. A publisher that restarts gives it another."""
         self._latest_ts = 0.0
         self._heard_ms = now_ms
-        """When the last live batch came, or the last probe left."""
+        """The time at which the last live batch came, or the last probe left."""
         self._probe_ms = limits.probe_after_ms
 
     @property
     def pending_count(self) -> int:
-        """Batches that wait behind a gap."""
+        """Batches that wait after a gap."""
         return len(self._pending)
 
     @property
     def replaying(self) -> bool:
-        """Whether live batches wait for a replay."""
+        """Tell whether live batches wait for a replay."""
         return self._wanted or self.replay != 0
 
     @property
     def is_live(self) -> bool:
-        """Whether no batch waits for another, and no replay is asked for."""
+        """Tell whether no batch waits for another, and no replay is asked for."""
         return not self._pending and not (self._replayable and self.replaying)
 
     def want_replay(self) -> bool:
         """Ask the engine at the next `poll` what we missed; False if it cannot be asked."""
         self._wanted = self._wanted or self._replayable
         return self._replayable
+
+    def read_again(self, since_s: float) -> bool:
+        """Ask the engine again, at the next `poll`, for what it has published since a time; False
+        if it cannot be asked. If all that is remembered is younger, it is asked for everything."""
+        if not self._replayable:
+            return False
+        younger = [seq for seq, ts in self._recent.items() if ts >= since_s]
+        is_all = len(younger) == len(self._recent)
+        self.next_seq = 0 if is_all else min([self.next_seq, *younger])
+        assert self.next_seq >= 0, f"batch {self.next_seq} is asked for again"
+        self._wanted, self._attempts, self._retry_at_ms = True, 0, 0
+        self._replay_began = True  # One that is in flight began later: it proves no loss.
+        return True
 
     def poll(self, now_ms: int, number: int) -> int | None:
         """Return the first sequence number to ask for, or None while it is not time to ask. With a
@@ -123,7 +141,7 @@ class Sequencer:
         after that was made on the way (a ROUTER drops what a slow reader does not take) and is
         asked for again.
         """
-        assert self.replay, f"batch {seq} of a replay, and no replay flies"
+        assert self.replay, f"batch {seq} of a replay, and no replay is in flight"
         is_first, self._replay_began = not self._replay_began, True
         if seq < self.next_seq:
             return []
@@ -136,10 +154,10 @@ class Sequencer:
     def replay_done(self) -> Ready:
         """End the replay in flight, and go on with what waited.
 
-        A replay that brought nothing proves a loss only if the batches behind the gap had come
+        A replay that brought nothing proves a loss only if the batches after the gap had come
         before it was asked for: else the engine may have answered before it published them.
         """
-        assert self.replay, "no replay flies"
+        assert self.replay, "no replay is in flight"
         self.replay, self._attempts = 0, 0
         ready = self._drain()
         if self._asked_for_gap and self._pending and self.next_seq == self._asked_from:
@@ -149,7 +167,7 @@ class Sequencer:
 
     def replay_failed(self, now_ms: int) -> Ready:
         """End the replay in flight, which brought nothing, or no more: retry, or do without."""
-        assert self.replay, "no replay flies"
+        assert self.replay, "no replay is in flight"
         self.replay = 0
         self._attempts += 1
         assert self._attempts <= self._limits.replay_attempts_max, f"attempt {self._attempts}"
@@ -172,7 +190,7 @@ class Sequencer:
         return [Sign.RESTARTED]
 
     def _accept(self, seq: int, batch: EngineBatch) -> Ready:
-        assert seq >= self.next_seq, f"batch {seq} is behind {self.next_seq}: it was taken before"
+        assert seq >= self.next_seq, f"batch {seq} is before {self.next_seq}: it was taken"
         self.next_seq = seq + 1
         self._latest_ts = max(self._latest_ts, batch.ts)
         self._recent[seq] = batch.ts

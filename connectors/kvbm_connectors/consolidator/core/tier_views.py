@@ -1,10 +1,10 @@
 """The blocks that each tier of this host has, as its events on the bus say.
 
-Each tier is followed by the rule of `kvbm_common/tier/follow.py`: no event is applied behind a gap.
+Each tier is followed by the rule of `kvbm_common/tier/follow.py`: no event is applied after a gap.
 A snapshot is compared with the blocks known before; the difference is the change. It is read in
 parts, as if it came when its last one is read; what waits for it meanwhile waits on. The blocks
-that it brings, and those that it or the end of a life takes away, are told of in parts, too: a
-million at once held the loop for seconds. Questions are answered as if all of them were told of.
+that it brings, and those that it or the end of a life takes away, are announced in parts, too: a
+million at once held the loop for seconds. Questions are answered as if all were announced.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash, hashes_from_hex
 from kvbm_common.tier.block_lookup import BlockLookup
-from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
+from kvbm_common.tier.follow import Followed, FollowState, Verdict
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
@@ -25,20 +24,18 @@ from kvbm_connectors.consolidator.core.block_books import (
     NOTHING,
     Blocks,
     Pairs,
-    listed,
     pairs_of,
     parent_in,
     parents_before_children,
     parts_of,
     store_pairs,
 )
+from kvbm_connectors.consolidator.core.replaced_books import Change, ReplacedBooks
 
-LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
-"""A source that does not answer is asked less and less often."""
 FORGET_MS = 600_000
 """A source that has left is forgotten after this: no event of it is under way any more."""
 TIER_BLOCKS_MAX = 512
-"""Blocks of a snapshot that one step reads, and blocks that one step tells of: some 5 µs
+"""Blocks of a snapshot that one step reads, and blocks that one step announces: some 5 µs
 each, and more for each rank."""
 DROPPED = {
     Verdict.OLD_EPOCH: "tier_duplicate",
@@ -48,17 +45,6 @@ DROPPED = {
 """Verdict → the counter of the events that are dropped for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The blocks of one namespace that one source has gained and lost."""
-
-    source: str
-    tier: Tier
-    namespace: str
-    stored: Pairs
-    removed: list[SequenceHash]
-
-
 @dataclass(slots=True)
 class _Source(Followed[Event]):
     name: str
@@ -66,22 +52,7 @@ class _Source(Followed[Event]):
     blocks: dict[str, Blocks] = field(default_factory=dict)
     """Namespace → its blocks."""
     left_ms: int = 0
-    """When it last left."""
-    registered_epoch: int = 0
-    """The life that the registry names; 0: none. It may have a lower epoch than what the stream
-    still has of a life before, because the registry is another one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Untold:
-    """Blocks of a source in a namespace that it may have lost or gained, not announced yet."""
-
-    source: str
-    tier: Tier
-    namespace: str
-    names: Iterator[SequenceHash | None]
-    before: Blocks
-    """What it had until then: listeners know those blocks."""
+    """The time at which the source last left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +63,19 @@ class _Reading:
     reply: SnapshotReply
     parts: Iterator[tuple[str, Pairs]]
     blocks: dict[str, Blocks] = field(default_factory=dict)
-    """What was read: namespace → its blocks."""
+    """Namespace → its blocks, as far as they were read."""
 
 
 class TierViews:
     """All tier sources of one host."""
 
     def __init__(self, drops: Counter[str], blocks_max: int = TIER_BLOCKS_MAX) -> None:
-        """Start without sources; a step reads, or tells of, `blocks_max` blocks."""
+        """Start without sources; a step reads, or announces, `blocks_max` blocks."""
         assert blocks_max > 0, f"steps of {blocks_max} blocks"
         self._drops, self._blocks_max = drops, blocks_max
         self._sources: dict[str, _Source] = {}
         self._reading: deque[_Reading] = deque()
-        self._untold: deque[_Untold] = deque()
-        """What is still to be told of."""
+        self.replaced = ReplacedBooks()
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -116,11 +86,11 @@ class TierViews:
         A lower epoch may be a new life, or the late entry of an old one: the source says which.
         """
         source = self._source_of(name, tier)
+        begun = epoch > source.epoch and source.begin(epoch)
         source.registered_epoch = epoch
-        begun = source.begin(epoch)
         assert source.epoch >= epoch, f"{name} begins {epoch}, is in {source.epoch}"
         if epoch < source.epoch:
-            source.outdate()
+            source.mark_snapshot_stale()
         if begun or epoch < source.epoch or source.state is FollowState.GONE:
             source.fall_behind(now_ms)
         return self._become(source, {}) if begun else []
@@ -128,11 +98,9 @@ class TierViews:
     def take(self, event: Event, now_ms: int) -> list[Change]:
         """Take an event of a tier; returns what has changed."""
         source = self._source_of(event.source, event.tier)
-        believed = event.epoch == source.registered_epoch
-        is_late = event.epoch <= source.epoch and not believed
-        if source.state is FollowState.GONE and is_late:
+        if source.is_late(event.epoch):
             return []  # It was under way when the tier left: its blocks are gone.
-        begun = source.begin(event.epoch, believed=believed)
+        begun = source.begin(event.epoch)
         changes = self._become(source, {}) if begun else []
         was_behind = source.state is FollowState.BEHIND
         verdict = source.take(event, now_ms, clears=isinstance(event, Cleared))
@@ -140,7 +108,8 @@ class TierViews:
             self._drops[DROPPED[verdict]] += 1
         if source.state is FollowState.BEHIND and not was_behind:
             self._drops["tier_gap"] += 1
-        return changes + self._apply_ready(source, now_ms)
+        most = 1 if source.is_paused else self._blocks_max  # No more wait than before it came.
+        return changes + self._apply_ready(source, now_ms, most)
 
     def snapshot(self, reply: SnapshotReply, now_ms: int) -> list[Change]:
         """Replace the blocks of a source by its snapshot, and apply the events that have waited.
@@ -148,7 +117,7 @@ class TierViews:
         Returns what has changed until now. A large one is still to be read: `go_on` does it.
         """
         source = self._sources.get(reply.source)
-        is_asked = source is not None and source.asked_at_ms is not None
+        is_asked = source is not None and source.requested_at_ms is not None
         if source is None or not is_asked or any(one.source is source for one in self._reading):
             self._drops["tier_snapshot_unasked"] += 1
             return []
@@ -156,7 +125,7 @@ class TierViews:
         return self.go_on(now_ms)
 
     def _read_on(self, now_ms: int) -> list[Change]:
-        """Read some more of a snapshot; if that was all of it, it lands."""
+        """Read some more of a snapshot; if that was all of it, take it in."""
         reading = self._reading[0]
         source, room, is_malformed = reading.source, self._blocks_max, False
         try:
@@ -172,34 +141,31 @@ class TierViews:
             self._reading.popleft()
             is_malformed = True
         is_followed = self._sources.get(source.name) is source
-        flew = source.landed()
-        assert flew or not is_followed, f"{source.name}: the question has ended before its answer"
+        is_expected = source.end_request()
+        assert is_expected or not is_followed, f"{source.name}: an answer without a request"
         if not is_followed or source.state is not FollowState.BEHIND:
             return []
-        return self._land(reading, now_ms, is_malformed=is_malformed)
+        return self._take_in(reading, now_ms, is_malformed=is_malformed)
 
-    def _land(self, reading: _Reading, now_ms: int, *, is_malformed: bool) -> list[Change]:
+    def _take_in(self, reading: _Reading, now_ms: int, *, is_malformed: bool) -> list[Change]:
         source, reply = reading.source, reading.reply
-        is_lower = reply.epoch < source.epoch and reply.epoch == source.registered_epoch
-        if not is_lower and not source.accepts(reply.epoch, reply.seq):
+        if not source.accepts(reply.epoch, reply.seq):
             source.retry_later(now_ms)
             return []
         if is_malformed:
             self._drops["tier_malformed"] += 1
             source.retry_later(now_ms)
             return []
-        if is_lower:
-            source.begin(reply.epoch, believed=True)
-            source.fall_behind(now_ms)
         source.restore(reply.epoch, reply.seq, now_ms)
         assert source.epoch == reply.epoch, f"{source.name} is in {source.epoch}, not {reply.epoch}"
-        return self._become(source, reading.blocks) + self._apply_ready(source, now_ms)
+        changes = self._become(source, reading.blocks)
+        return changes + self._apply_ready(source, now_ms, self._blocks_max)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
         """Note that a source did not answer, so that it is asked again later."""
         source = self._sources.get(name)
         is_read = any(one.source is source for one in self._reading)
-        if source is not None and not is_read and source.landed():
+        if source is not None and not is_read and source.end_request():
             source.retry_later(now_ms)
 
     def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
@@ -223,45 +189,39 @@ class TierViews:
         old stream may leave no gap."""
         source = self._sources.get(name)
         if source is not None:
-            source.lose(now_ms)
-            assert source.state is not FollowState.CURRENT, f"{name} believes a lost stream"
+            source.stream_lost(now_ms)
+            assert source.state is not FollowState.CURRENT, f"{name} may miss events"
 
     @property
     def is_going_on(self) -> bool:
-        """Whether `go_on` has more to read, or to tell."""
-        return bool(self._reading or self._untold)
+        """Tell whether `go_on` has more to read, to apply or to announce."""
+        return self.is_catching_up or bool(self.replaced)
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Tell whether `go_on` has more to read or to apply: events of a source wait for it."""
+        return bool(self._reading) or any(one.is_paused for one in self._sources.values())
 
     def go_on(self, now_ms: int) -> list[Change]:
-        """Read some more of a snapshot, or tell of some more blocks that sources have lost or
-        gained, and have still lost or gained."""
-        return self._read_on(now_ms) if self._reading else self._tell()
+        """Read more of a snapshot, apply more events that waited, or announce more blocks."""
+        if self._reading:
+            return self._read_on(now_ms)
+        for source in self._sources.values():
+            if source.is_paused:
+                return self._apply_ready(source, now_ms, self._blocks_max)
+        return self._announce_some()
 
-    def _tell(self) -> list[Change]:
-        changes: list[Change] = []
-        left = self._blocks_max
-        while self._untold and left:
-            untold = self._untold[0]
-            looked_at = list(islice(untold.names, left))
-            if len(looked_at) < left:
-                self._untold.popleft()
-            left -= len(looked_at)
-            names = [name for name in looked_at if name is not None]
-            source = self._sources.get(untold.source)
-            has = NOTHING if source is None else source.blocks.get(untold.namespace, NOTHING)
-            parents = has.get_all(names)
-            known = zip(names, parents, strict=True)
-            new = [(n, p) for n, p in known if p is not None and n not in untold.before]
-            gone = [n for n, p in zip(names, parents, strict=True) if p is None]
-            gone = [name for name in gone if name in untold.before]
-            if new or gone:
-                changes.append(Change(untold.source, untold.tier, untold.namespace, new, gone))
-        told = sum(len(change.stored) + len(change.removed) for change in changes)
-        assert told <= self._blocks_max, f"{told} blocks in a step"
-        return changes
+    def _announce_some(self) -> list[Change]:
+        return self.replaced.announce(self._blocks_max, self._book_of)
+
+    def _book_of(self, name: str, namespace: str) -> Blocks:
+        assert namespace, f"{name} has blocks of a namespace"
+        source = self._sources.get(name)
+        return NOTHING if source is None else source.blocks.get(namespace, NOTHING)
 
     @property
     def is_current(self) -> bool:
-        """Whether no source misses events."""
+        """Tell whether no source misses events."""
         return all(s.state is not FollowState.BEHIND for s in self._sources.values())
 
     def ask(self, now_ms: int) -> list[str]:
@@ -272,9 +232,9 @@ class TierViews:
         for source in list(self._sources.values()):
             if source.state is FollowState.GONE and now_ms - source.left_ms > FORGET_MS:
                 del self._sources[source.name]
-        due = [name for name, source in self._sources.items() if source.should_ask(now_ms)]
+        due = [name for name, source in self._sources.items() if source.should_request(now_ms)]
         for name in due:
-            self._sources[name].ask(now_ms)
+            self._sources[name].begin_request(now_ms)
         return due
 
     # ---- questions ---------------------------------------------------------------------------
@@ -305,14 +265,24 @@ class TierViews:
         return found
 
     def blocks(self, namespace: str) -> Iterator[SequenceHash | None]:
-        """Yield every block of a namespace that some tier has, behind its parent, and None now and
+        """Yield every block of a namespace that some tier has, after its parent, and None now and
         then. Blocks may come and leave meanwhile."""
         return parents_before_children(self._books(namespace))
 
     def held_of(self, blocks: Iterable[SequenceHash | None], namespace: str) -> Pairs:
         """Return those of these blocks that some tier has, each with its parent."""
         books = self._books(namespace)
-        found = ((block, parent_in(books, block)) for block in blocks if block is not None)
+        return [
+            (block, parent)
+            for block in blocks
+            if block is not None and (parent := parent_in(books, block)) is not None
+        ]
+
+    def known_of(self, blocks: Iterable[SequenceHash], namespace: str) -> Pairs:
+        """Return those of these blocks that some tier has, or had until a change that is still to
+        be announced, each with its parent."""
+        books = self._books(namespace) + self.replaced.of(namespace)
+        found = ((block, parent_in(books, block)) for block in blocks)
         return [(block, parent) for block, parent in found if parent is not None]
 
     def _books(self, namespace: str) -> list[Blocks]:
@@ -326,7 +296,7 @@ class TierViews:
 
     @property
     def source_count(self) -> int:
-        """The sources that are followed, or have left lately."""
+        """The sources that are followed, or have left lately; for tests."""
         return len(self._sources)
 
     @property
@@ -344,18 +314,23 @@ class TierViews:
     def _source_of(self, name: str, tier: Tier) -> _Source:
         source = self._sources.get(name)
         if source is None:
-            source = self._sources[name] = _Source(name, tier, limits=LIMITS, loss_overtakes=True)
+            source = self._sources[name] = _Source(name, tier, loss_overtakes=True)
         return source
 
-    def _apply_ready(self, source: _Source, now_ms: int) -> list[Change]:
+    def _apply_ready(self, source: _Source, now_ms: int, room: int) -> list[Change]:
         changes: list[Change] = []
+        source.is_paused = False
         for event in source.ready():
             try:
-                changes += self._apply(source, event)
+                changes += (made := self._apply(source, event))
             except KvbmError:
                 # An invalid hash: a snapshot of the source will say which blocks it has.
                 self._drops["tier_malformed"] += 1
                 source.refuse(now_ms)
+                break
+            room -= 1 + sum(len(change.stored) + len(change.removed) for change in made)
+            source.is_paused = room <= 0
+        source.is_paused = source.is_paused and bool(source.waiting)
         return changes
 
     def _apply(self, source: _Source, event: Event) -> list[Change]:
@@ -381,8 +356,7 @@ class TierViews:
         the rest."""
         assert self._sources.get(source.name) is source, f"{source.name} is followed no more"
         before, source.blocks = source.blocks, wanted
-        for namespace in before.keys() | wanted.keys():
+        for namespace in before | wanted:  # In the order of the dictionaries, as a set has none.
             had, has = before.get(namespace, NOTHING), wanted.get(namespace, NOTHING)
-            for names in (parents_before_children([has]), listed(had)):
-                self._untold.append(_Untold(source.name, source.tier, namespace, names, had))
-        return self._tell() if before or wanted else []
+            self.replaced.add(source.name, source.tier, namespace, before=had, now=has)
+        return self._announce_some() if before or wanted else []

@@ -16,14 +16,14 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import LockTaken, take_lock
 from kvbm_common.wire.codec import SOCKET_BYTES_MAX
-from kvbm_common.wire.local import (
+from kvbm_common.wire.consolidator import (
     FromConsolidator,
     Offered,
-    Refused,
     ToConsolidator,
     from_consolidator,
     to_consolidator,
 )
+from kvbm_common.wire.local import Refused
 
 SOCKET_HWM = 10_000
 """Messages per connector that wait in a socket; one that does not read loses the rest."""

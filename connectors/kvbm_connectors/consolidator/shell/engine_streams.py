@@ -153,7 +153,7 @@ class Streams:
 
 
 def _burst(socket: zmq.asyncio.Socket, first: list[bytes]) -> list[list[bytes]]:
-    """Return the message that has come, and those that are there already behind it."""
+    """Return the message that has come, and those that are there already after it."""
     messages = [first]
     # Without asyncio: its future per message costs more than all that follows.
     there: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)

@@ -53,7 +53,7 @@ class FrameReader:
         return tuple(batches)
 
     def replayed(self, messages: Sequence[Message]) -> Replayed:
-        """Decode messages of the engine's replay ROUTER. What comes behind the end is ignored."""
+        """Decode messages of the engine's replay ROUTER. What comes after the end is ignored."""
         batches: list[tuple[int, EngineBatch]] = []
         ended = False
         for message in messages:

@@ -6,7 +6,9 @@ The PUB is an XPUB, which is the same for readers, and tells us when one comes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -20,6 +22,7 @@ from kvbm_common.access.curve import CurveServer
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.runtime.processes import remove_own
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.engine_events import (
     published_frames,
@@ -38,10 +41,11 @@ RANKS_MAX = 64
 """Ports that are opened, at most."""
 PORT_MAX = 65_535
 SHUT_S, SHUT_MAX = 30.0, 1_024
-"""How long a rank is left alone whose port could not be opened; ranks that are remembered so."""
+"""Seconds that a rank without a port is left alone; ranks that are remembered."""
 OFF = "off"
+IPC = "ipc://"
 _SUBSCRIBES = b"\x01"
-"""How an XPUB begins its word of a new reader; the topic follows."""
+"""The first byte of an XPUB's message about a new reader; the topic follows."""
 
 Asked = Callable[[RouterAsked | RouterJoined], Awaitable[None]]
 
@@ -78,6 +82,8 @@ class RouterSockets:
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._curve = CurveServer(self._context, curve_file)
         self._ports: dict[int, _Port] = {}
+        self._files: dict[str, os.stat_result] = {}
+        """The files of our sockets, which ZMQ leaves behind: by endpoint, what we have made."""
         self._shut: dict[int, float] = {}
         """Ranks without a port, and when to try again."""
         self._log = OncePerKind(logging.getLogger(__name__))
@@ -89,17 +95,19 @@ class RouterSockets:
 
     @property
     def on(self) -> bool:
-        """Whether routers are served at all."""
+        """Tell whether routers are served at all."""
         return self._endpoint != OFF
 
     def open(self, rank: int) -> None:
         """Listen for readers of a rank; raises RouterPortTaken, ConfigError."""
         assert self.on
         assert rank not in self._ports, rank
-        pub = self._bound(zmq.XPUB, endpoint_of(self._endpoint, rank), "KVBM_ROUTER_ENDPOINT")
+        endpoint = endpoint_of(self._endpoint, rank)
+        pub = self._bound(zmq.XPUB, endpoint, "KVBM_ROUTER_ENDPOINT")
         try:
             router = self._bound_replay(rank)
         except KvbmError:
+            self._unlink(endpoint)
             pub.close(linger=0)
             raise
         port = self._ports[rank] = _Port(pub, router)
@@ -134,7 +142,9 @@ class RouterSockets:
                 self._dropped.labels(reason="not_reading").inc()
 
     def close(self) -> None:
-        """Stop listening for routers."""
+        """Stop listening for routers, and leave no file of ours."""
+        for endpoint in list(self._files):
+            self._unlink(endpoint)
         for port in self._ports.values():
             for task in port.tasks:
                 task.cancel()
@@ -142,6 +152,12 @@ class RouterSockets:
                 socket.close(linger=200)
         self._ports.clear()
         self._curve.close()
+
+    def _unlink(self, endpoint: str) -> None:
+        """Remove the file of a socket that is still open."""
+        if (status := self._files.pop(endpoint, None)) is not None:
+            with contextlib.suppress(OSError):
+                remove_own(Path(endpoint.removeprefix(IPC)), status)
 
     def term(self) -> None:
         """End the ZMQ context, once all tasks are over."""
@@ -183,6 +199,9 @@ class RouterSockets:
         try:
             self._curve.protect(socket, endpoint)
             socket.bind(endpoint)
+            if endpoint.startswith(IPC):
+                with contextlib.suppress(OSError):
+                    self._files[endpoint] = os.stat(endpoint.removeprefix(IPC))
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise RouterPortTaken(

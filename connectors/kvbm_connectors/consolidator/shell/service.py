@@ -17,15 +17,17 @@ from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.snapshots import SnapshotPages
 from kvbm_common.nats.streams import CONSOLIDATED
 from kvbm_common.runtime.loop import CoreLoop
-from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.process import run
+from kvbm_common.tier.announcer import Pages
 from kvbm_common.wire.codec import WireError
+from kvbm_common.wire.consolidator import Attach, Detach, Offered, OfferedRun, ToConsolidator
 from kvbm_common.wire.events import Event
-from kvbm_common.wire.local import Attach, Beat, Detach, Offered, OfferedRun, ToConsolidator
+from kvbm_common.wire.local import Beat
 from kvbm_common.wire.verbs import (
     OFFER_BLOCKS_MAX,
     Offer,
     OfferRun,
-    SnapshotReply,
     SnapshotRequest,
     StatsReply,
     offer_codec,
@@ -289,12 +291,12 @@ class ConsolidatorShell:
     async def _snapshot(self, payload: bytes) -> bytes:
         return self._snapshots.answer(payload)
 
-    def _snapshot_of(self, request: SnapshotRequest) -> SnapshotReply:
+    def _snapshot_of(self, request: SnapshotRequest) -> Pages:
         half = self._core.consolidated if request.consolidated else self._core.engines
-        snapshot = half.snapshot(request.source)
-        if snapshot is None:
+        pages = half.snapshot_pages(request.source)
+        if pages is None:
             raise UnknownSource(f"{request.source} is not attached here")
-        return snapshot
+        return pages
 
     def _stats(self) -> StatsReply:
         context = self._context

@@ -13,7 +13,7 @@ from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.snapshots import ask_snapshot
 from kvbm_common.registry.records import Left, RegistryEvent
 from kvbm_common.runtime.logs import OncePerKind
-from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.epochs import require_epoch
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed, Stored, Tier
@@ -90,10 +90,9 @@ class TierFeed:
             return TierSnapshotFailed(source)
         return TierSnapshot(reply)
 
-    async def go_on(self) -> Input:
-        """Let others have their turn, then have the core read and say more of the tiers."""
-        await asyncio.sleep(0)
-        return GoOn()
+    async def go_on(self) -> None:
+        """Have the core read and say more of the tiers, after the inputs that wait now."""
+        await self._take(GoOn())
 
     def _changed(self, event: RegistryEvent) -> None:
         record = event.record

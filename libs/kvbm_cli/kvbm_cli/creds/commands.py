@@ -24,14 +24,15 @@ from kvbm_common.nats.streams import AS_THEY_COME, StreamLimits
 from kvbm_common.nats.zone_sources import HangingSources
 
 from kvbm_cli.command_line import REFUSED, code_of, exit_with
-from kvbm_cli.creds.nats_config import Layout, names_of, read_layout, write_credentials
+from kvbm_cli.creds.nats_config import CredentialPlan, names_of, read_plan, write_credentials
 from kvbm_cli.creds.tls_files import write_certificates
 from kvbm_cli.creds.zone_config import take_leaf
 from kvbm_cli.printing import print_table
 
 TOKEN_NAME = "admin-token"
 CHECK_S = 5.0
-"""How often `--follow` looks: a NATS that has lost its store has its streams again soon."""
+"""The pause between two looks of `--follow`: a NATS that has lost its store has its streams again
+soon."""
 CONNECT_DEADLINE_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -121,11 +122,11 @@ def nats_config(
     }  # fmt: skip
     with errors_told():
         given |= stream_room(Settings.load())
-        layout = layout_of(out, {name: value for name, value in given.items() if value})
+        plan = plan_of(out, {name: value for name, value in given.items() if value})
         require_directory(out)
         if leaf != Path():
             take_leaf(out, leaf)
-        print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
+        print(write_all(out, plan, rotate=rotate, drop_old=drop_old))
 
 
 def require_directory(out: Path) -> None:
@@ -135,20 +136,22 @@ def require_directory(out: Path) -> None:
 
 
 def stream_room(settings: Settings) -> dict[str, StreamLimits]:
-    """Return what a layout has of the settings of streams; empty: nothing is set."""
+    """Return what a plan has of the settings of streams; empty: nothing is set."""
     limits = stream_limits(settings)
     return {} if limits == AS_THEY_COME else {"streams": limits}
 
 
-def layout_of(out: Path, given: dict[str, Any]) -> Layout:
-    """Return the layout of the run before with what is given now; raises ConfigError."""
-    before = read_layout(out) or Layout(hosts=())
+def plan_of(out: Path, given: dict[str, Any]) -> CredentialPlan:
+    """Return the plan of the run before with what is given now; raises ConfigError."""
+    before = read_plan(out) or CredentialPlan(hosts=())
     if "streams" in given:
         given = given | {"streams": before.streams.with_more(given["streams"])}
     return msgspec.structs.replace(before, **given).after(before).check()
 
 
-def write_all(out: Path, layout: Layout, *, rotate: bool = False, drop_old: bool = False) -> Path:
+def write_all(
+    out: Path, plan: CredentialPlan, *, rotate: bool = False, drop_old: bool = False
+) -> Path:
     """Write credentials and certificates; returns the server's configuration.
 
     Raises ConfigError.
@@ -156,8 +159,8 @@ def write_all(out: Path, layout: Layout, *, rotate: bool = False, drop_old: bool
     try:
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         out.chmod(0o700)
-        write_certificates(out, layout)
-        return write_credentials(out, layout, rotate=rotate, drop_old=drop_old)
+        write_certificates(out, plan)
+        return write_credentials(out, plan, rotate=rotate, drop_old=drop_old)
     except OSError as error:
         raise ConfigError("--out", out, f"a directory of yours ({error})") from error
 

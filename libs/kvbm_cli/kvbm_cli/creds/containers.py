@@ -30,14 +30,14 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 
 from kvbm_cli.creds.certificates import Authority
-from kvbm_cli.creds.commands import layout_of, stream_room, write_all
-from kvbm_cli.creds.nats_config import CONFIGURATION, SHARED, Layout, names_of, read_layout
+from kvbm_cli.creds.commands import plan_of, stream_room, write_all
+from kvbm_cli.creds.nats_config import CONFIGURATION, SHARED, CredentialPlan, names_of, read_plan
 from kvbm_cli.creds.tls_files import AUTHORITY, ETCD
 
 HOME = Path("/var/lib/kvbm-creds")
 VOLUMES = Path("/creds")
 MOUNTED_AT = "/etc/kvbm/creds"
-"""Where a container finds its own volume."""
+"""The path at which a container finds its own volume."""
 SETS = "sets"
 IMPORTED = "imported"
 NATS = "nats"
@@ -58,8 +58,8 @@ NAME = re.compile(r"[a-z][a-z-]*\.[a-z]+")
 OPTIONS = ("--rotate", "--drop-old", "--import")
 
 
-def layout_from(environ: Mapping[str, str], home: Path) -> Layout:
-    """Return the layout that the variables of the compose file describe; raises ConfigError."""
+def plan_from(environ: Mapping[str, str], home: Path) -> CredentialPlan:
+    """Return the plan that the variables of the compose file describe; raises ConfigError."""
     host = environ.get("KVBM_HOST", "")
     bind = environ.get("KVBM_BIND", "")
     names = [*names_of(environ.get("KVBM_CREDS_NAMES", "")), *LOCAL_NAMES]
@@ -71,11 +71,11 @@ def layout_from(environ: Mapping[str, str], home: Path) -> Layout:
         "etcd_names": tuple(dict.fromkeys((ETCD, *names))),
         "server_dir": MOUNTED_AT,
     }
-    return layout_of(home, given | stream_room(Settings.load(environ)))
+    return plan_of(home, given | stream_room(Settings.load(environ)))
 
 
 def fill(
-    home: Path, volumes: Path, layout: Layout, *, rotate: bool = False, drop_old: bool = False
+    home: Path, volumes: Path, plan: CredentialPlan, *, rotate: bool = False, drop_old: bool = False
 ) -> None:
     """Write credentials, the set of each role, and the volumes that are mounted.
 
@@ -83,21 +83,21 @@ def fill(
 
     Raises ConfigError, OSError.
     """
-    _drop_certificates_of_other_names(home, layout)
-    write_all(home, layout, rotate=rotate, drop_old=drop_old)
+    _drop_certificates_of_other_names(home, plan)
+    write_all(home, plan, rotate=rotate, drop_old=drop_old)
     for name in (ADMIN_TOKEN, SCRAPE_TOKEN):
         if rotate or not (home / name).exists():
             write_secret(home / name, secrets.token_urlsafe(TOKEN_BYTES) + "\n")
     authority = Authority(home / AUTHORITY)
     for role in ROLES:
-        for host in layout.hosts if role.per_host else (SHARED,):
+        for host in plan.hosts if role.per_host else (SHARED,):
             _write_set(home, role, host, authority)
     shared = home / SETS / SHARED
     _copy(home / "server", shared / NATS, (CONFIGURATION, *SERVER_FILES))
     _copy(home / ETCD, shared / ETCD, SERVER_FILES)
     _copy(home, shared / SCRAPE, (SCRAPE_TOKEN,))
     _copy(home / TENANT / SHARED, shared / STREAMS, (f"{ADMIN}{SUFFIX}", "ca.pem"))
-    for folder in (home / SETS / layout.hosts[0], shared):
+    for folder in (home / SETS / plan.hosts[0], shared):
         for found in sorted(folder.iterdir()):
             if (volumes / found.name).is_dir():
                 mode = SCRAPE_MODE if found.name == SCRAPE else VOLUME_MODE
@@ -139,24 +139,24 @@ def run(
             return f"imported: {', '.join(roles)}"
         if (home / IMPORTED).exists():
             return "the credentials of this host were made on another one, and imported"
-        layout = layout_from(environ, home)
+        plan = plan_from(environ, home)
         fill(
-            home, volumes, layout,
+            home, volumes, plan,
             rotate="--rotate" in arguments, drop_old="--drop-old" in arguments,
         )  # fmt: skip
     except OSError as error:
         accepted = f"volumes that user {os.geteuid()} may write to ({error})"
         raise ConfigError("the volumes of credentials", home, accepted) from error
-    return f"credentials are there for {', '.join(layout.hosts)}"
+    return f"credentials are there for {', '.join(plan.hosts)}"
 
 
-def _drop_certificates_of_other_names(home: Path, layout: Layout) -> None:
-    """Remove a server's certificate whose names are no longer those of the layout."""
-    before = read_layout(home)
+def _drop_certificates_of_other_names(home: Path, plan: CredentialPlan) -> None:
+    """Remove a server's certificate whose names are no longer those of the plan."""
+    before = read_plan(home)
     if before is None:
         return
     for folder, old, new in (
-        ("server", before.names, layout.names), (ETCD, before.etcd_names, layout.etcd_names),
+        ("server", before.names, plan.names), (ETCD, before.etcd_names, plan.etcd_names),
     ):  # fmt: skip
         if old != new:
             (home / folder / "server.pem").unlink(missing_ok=True)

@@ -26,9 +26,9 @@ from kvbm_common.config.schema import host_of
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 
-from kvbm_cli.creds.commands import errors_told, layout_of, require_directory, stream_room
+from kvbm_cli.creds.commands import errors_told, plan_of, require_directory, stream_room
 from kvbm_cli.creds.containers import MOUNTED_AT, NATS, SCRAPE, SETS, STREAMS, fill
-from kvbm_cli.creds.nats_config import CONFIGURATION, SHARED, Layout, names_of, read_layout
+from kvbm_cli.creds.nats_config import CONFIGURATION, SHARED, CredentialPlan, names_of, read_plan
 from kvbm_cli.creds.tls_files import ETCD
 
 FILE = "kube-secrets.json"
@@ -39,7 +39,7 @@ SERVERS = 3
 INSTANCES = 2
 """Names for the one instance of a tier on a node: an old one may not have ended yet."""
 SECRET_BYTES_MAX = 1024 * 1024
-"""What Kubernetes lets be in one Secret."""
+"""Bytes of one Secret that Kubernetes accepts, at most."""
 SERVERS_MAX = 5
 """Servers with a name in the certificate: as many as may keep a stream."""
 
@@ -48,7 +48,7 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 """A name in Kubernetes (RFC 1123); a node's may be several with dots between."""
 NAMESPACE_CHARS, NODE_CHARS = 63, 253
 PREFIX_CHARS = 39
-"""Characters that the chart leaves of a prefix: the longest name behind it must fit."""
+"""Characters that the chart leaves of a prefix: the longest name after it must fit."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ def write_secrets(
         namespace=namespace or earlier.namespace,
     ).check()
     hosts = hosts_of(release.nodes)
-    before = read_layout(out) or Layout(hosts=())
+    before = read_plan(out) or CredentialPlan(hosts=())
     own_names = (*server_names(release.prefix, release.namespace), *(names or before.names))
     given: dict[str, Any] = {
         "hosts": tuple(hosts), "server_dir": MOUNTED_AT, "instances": INSTANCES,
@@ -119,9 +119,9 @@ def write_secrets(
         "etcd_names": tuple(etcd_names) or before.etcd_names or (ETCD,),
     }  # fmt: skip
     settings = Settings.load({REPLICAS: str(SERVERS)} | os.environ)
-    layout = layout_of(out, given | stream_room(settings))
+    plan = plan_of(out, given | stream_room(settings))
     try:
-        fill(out, out / "no-volumes", layout, rotate=rotate, drop_old=drop_old)
+        fill(out, out / "no-volumes", plan, rotate=rotate, drop_old=drop_old)
         manifests = secrets_of(out, hosts, prefix=release.prefix, namespace=release.namespace)
         path = out / FILE
         write_secret(path, msgspec.json.format(msgspec.json.encode(manifests)).decode() + "\n")

@@ -47,7 +47,7 @@ SHARED = "shared"
 SYSTEM = "SYS"
 RESERVED = frozenset({SHARED, "server", "etcd", "authority", "zones", SYSTEM, "$G"})
 PREVIOUS = "previous.json"
-LAYOUT = "layout.json"
+PLAN_FILE = "layout.json"
 CONFIGURATION = "nats-server.conf"
 MEMORY_BYTES = 64 * 1024 * 1024
 SERVER_STORE_BYTES = 1 << 50
@@ -55,7 +55,7 @@ SERVER_STORE_BYTES = 1 << 50
 configuration in which this number is smaller, and all that came with it."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class CredentialPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet that the files are written for."""
 
     hosts: tuple[str, ...]
@@ -65,24 +65,24 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = "0.0.0.0:4222"
     store_dir: str = "/data"
     server_dir: str = ""
-    """Where the server finds its files; empty: where they are written."""
+    """The directory in which the server finds its files; empty: where they are written."""
     names: tuple[str, ...] = ()
     """Names and addresses of NATS in its certificate; empty: no TLS."""
     etcd_names: tuple[str, ...] = ()
     streams: StreamLimits = AS_THEY_COME
-    """What the settings have said of the streams of a tenant, for the room that they may take. Its
-    zones are those that may come."""
+    """Limits of a tenant's streams, as the settings say, for the room that they may take. Its zones
+    are those that may come."""
     partitions_before: int = 0
     """The number of partitions that the fleet leaves, with room until `--drop-old`; 0: none."""
     leaf_listen: str = zone_config.LEAF_LISTEN
-    """Where a fleet's server waits for its zones."""
+    """The address on which a fleet's server waits for its zones."""
     zone: str = ""
-    """Which zone of a fleet this is; empty: none."""
+    """The name of this zone of a fleet; empty: no zone."""
     fleet: tuple[str, ...] = ()
-    """Where the fleet's server waits for this zone."""
+    """The addresses on which the fleet's server waits for this zone."""
 
-    def check(self) -> Layout:
-        """Return the layout; raises ConfigError for a name that cannot be one."""
+    def check(self) -> CredentialPlan:
+        """Return the plan; raises ConfigError for a name that cannot be one."""
         for option, names in (("--hosts", self.hosts), ("--tenants", self.tenants)):
             if not names:
                 raise ConfigError(option, "", "a name, or several with commas between")
@@ -107,8 +107,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             accepted = "nats://HOST:PORT or tls://HOST:PORT, several with commas between"
             raise ConfigError("--fleet", ",".join(self.fleet), accepted)
 
-    def after(self, before: Layout) -> Layout:
-        """Return the layout with the number of partitions that an earlier run was for.
+    def after(self, before: CredentialPlan) -> CredentialPlan:
+        """Return the plan with the number of partitions that an earlier run was for.
 
         Raises ConfigError for a third number.
         """
@@ -122,7 +122,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partitions(self) -> tuple[int, ...]:
-        """Return the number of partitions, and behind it the one that the fleet leaves."""
+        """Return the number of partitions, and after it the one that the fleet leaves."""
         before = (self.partitions_before,) if self.partitions_before else ()
         return (self.streams.partitioned.count, *before)
 
@@ -161,28 +161,28 @@ class Place:
         return f"{self.tenant}/{folder}/{self.role.name}{SUFFIX}"
 
 
-def places_of(layout: Layout) -> Iterator[Place]:
-    """Yield every credential of a layout."""
-    for tenant in layout.tenants:
+def places_of(plan: CredentialPlan) -> Iterator[Place]:
+    """Yield every credential of a plan."""
+    for tenant in plan.tenants:
         for role in ROLES:
-            for host in layout.hosts if role.per_host else ("",):
+            for host in plan.hosts if role.per_host else ("",):
                 yield Place(tenant, host, role)
 
 
-def read_layout(directory: Path) -> Layout | None:
+def read_plan(directory: Path) -> CredentialPlan | None:
     """Return what an earlier run was for; None: there was none. Raises ConfigError."""
-    path = directory / LAYOUT
+    path = directory / PLAN_FILE
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Layout)
+        return msgspec.json.decode(path.read_bytes(), type=CredentialPlan)
     except (OSError, msgspec.MsgspecError) as error:
         accepted = f"a file that kvbm nats-config has written ({error})"
         raise ConfigError("--out", path, accepted) from error
 
 
 def write_credentials(
-    directory: Path, layout: Layout, *, rotate: bool = False, drop_old: bool = False
+    directory: Path, plan: CredentialPlan, *, rotate: bool = False, drop_old: bool = False
 ) -> Path:
     """Write everything but certificates; returns the server's configuration. Raises ConfigError.
 
@@ -191,11 +191,11 @@ def write_credentials(
     """
     previous = {} if drop_old else _previous(directory)
     if drop_old:
-        layout = msgspec.structs.replace(layout, partitions_before=0)
+        plan = msgspec.structs.replace(plan, partitions_before=0)
     if rotate and previous:
         raise ConfigError("--rotate", directory, "no rotation that is open: --drop-old ends it")
     seeds: dict[Place, str] = {}
-    for place in places_of(layout):
+    for place in places_of(plan):
         path = directory / place.path
         seed = _seed_in(path) if path.exists() else ""
         if seed and rotate:
@@ -206,65 +206,65 @@ def write_credentials(
     write_secret(directory / "server" / PREVIOUS, json.dumps(previous, indent=1))
     for place, seed in seeds.items():
         write_secret(directory / place.path, f"{seed}\n")
-    zone_config.write_zone_keys(directory, layout.streams.zones, layout.tenants)
+    zone_config.write_zone_keys(directory, plan.streams.zones, plan.tenants)
     configuration = directory / "server" / CONFIGURATION
-    text = configuration_text(configuration_of(layout, seeds, previous, directory))
+    text = configuration_text(configuration_of(plan, seeds, previous, directory))
     write_secret(configuration, f"{text}\n")
-    write_secret(directory / LAYOUT, msgspec.json.format(msgspec.json.encode(layout)).decode())
+    write_secret(directory / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)).decode())
     return configuration
 
 
 def configuration_of(
-    layout: Layout, seeds: Mapping[Place, str], previous: Mapping[str, str], directory: Path
+    plan: CredentialPlan, seeds: Mapping[Place, str], previous: Mapping[str, str], directory: Path
 ) -> dict[str, Any]:
     """Return the server's configuration, which nats-server reads as JSON."""
-    store_bytes = layout.streams.store_bytes_of(layout.all_streams)
+    store_bytes = plan.streams.store_bytes_of(plan.all_streams)
     accounts: dict[str, Any] = {
         tenant: {
             "jetstream": {
-                "max_file": store_bytes * (layout.streams.replicas or 1),
+                "max_file": store_bytes * (plan.streams.replicas or 1),
                 "max_mem": MEMORY_BYTES,
-                "max_streams": len(layout.all_streams),
+                "max_streams": len(plan.all_streams),
                 "max_consumers": CONSUMERS_MAX,
             },
             "users": [
-                *_users(layout, seeds, previous, tenant),
-                *zone_config.leaf_users(directory, layout.streams.zones, tenant),
+                *_users(plan, seeds, previous, tenant),
+                *zone_config.leaf_users(directory, plan.streams.zones, tenant),
             ],
         }
-        for tenant in layout.tenants
+        for tenant in plan.tenants
     }
     configuration: dict[str, Any] = {
-        "listen": layout.listen,
+        "listen": plan.listen,
         "max_payload": PAYLOAD_BYTES_MAX,
         "jetstream": {
-            "store_dir": layout.store_dir,
+            "store_dir": plan.store_dir,
             "max_file_store": SERVER_STORE_BYTES,
         },
         "accounts": accounts | {SYSTEM: {}},
         "system_account": SYSTEM,
     }
-    if layout.names:
-        place = layout.server_dir or str((directory / "server").absolute())
+    if plan.names:
+        place = plan.server_dir or str((directory / "server").absolute())
         configuration["tls"] = {
             "cert_file": f"{place}/server.pem",
             "key_file": f"{place}/server.key",
             "ca_file": f"{place}/ca.pem",
         }
-    if layout.streams.zones:
-        configuration["leafnodes"] = {"listen": layout.leaf_listen}
+    if plan.streams.zones:
+        configuration["leafnodes"] = {"listen": plan.leaf_listen}
         if "tls" in configuration:
             configuration["leafnodes"]["tls"] = configuration["tls"]
-    if layout.zone:
-        links = zone_config.remotes(directory, layout.fleet, layout.tenants, layout.server_dir)
-        configuration["jetstream"]["domain"] = layout.zone
+    if plan.zone:
+        links = zone_config.remotes(directory, plan.fleet, plan.tenants, plan.server_dir)
+        configuration["jetstream"]["domain"] = plan.zone
         configuration["leafnodes"] = {"remotes": links}
         configuration["ping_interval"] = zone_config.PING_INTERVAL
     return configuration
 
 
 def _users(
-    layout: Layout, seeds: Mapping[Place, str], previous: Mapping[str, str], tenant: str
+    plan: CredentialPlan, seeds: Mapping[Place, str], previous: Mapping[str, str], tenant: str
 ) -> Iterator[dict[str, Any]]:
     for place, seed in seeds.items():
         if place.tenant != tenant:
@@ -273,8 +273,8 @@ def _users(
             place.role,
             Credentials(seed=seed),
             host=place.host or "*",
-            instances=layout.instance_names,
-            partitions=layout.partitions,
+            instances=plan.instance_names,
+            partitions=plan.partitions,
         )
         yield user
         if (old := previous.get(place.path)) not in (None, user["nkey"]):

@@ -24,13 +24,8 @@ from kvbm_common.wire.explain import (
     explain_list_reply,
     explain_list_request,
 )
-from kvbm_common.wire.verbs import (
-    HolderDump,
-    SnapshotReply,
-    SnapshotRequest,
-    StatsReply,
-    verb_subject,
-)
+from kvbm_common.wire.index_verbs import HolderDump
+from kvbm_common.wire.verbs import SnapshotReply, SnapshotRequest, StatsReply, verb_subject
 from kvbm_connectors.sim.driver import EngineHandle
 
 from kvbm_cli.stack_processes import instances_of
@@ -40,7 +35,7 @@ QUIET_DEADLINE_S = 30.0
 OPENED_DEADLINE_S = 5.0
 """Where a file system takes space at once it is milliseconds; where zeros are written, minutes."""
 POLL_S = 0.05
-"""How often a condition is looked at that no event announces."""
+"""The pause between two looks at a condition that no event announces, in seconds."""
 
 Tiers = list[tuple[str, str]]
 """Kind and instance of each."""
@@ -56,7 +51,7 @@ class Verdict:
     staged_left: int = 0
     differences: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
-    """Why a tier does not serve, or takes no blocks."""
+    """Reasons why tiers do not serve, or take no blocks."""
 
     @property
     def views_consistent(self) -> bool:
@@ -81,7 +76,7 @@ class StackView:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there may be engines that are not ours."""
+        """Tell whether there may be engines that do not belong to this run."""
         return self._list_tiers is not None
 
     async def stats(self, kind: str, instance: str = "") -> StatsReply:

@@ -67,7 +67,7 @@ class DemoOptions:
     seed: int = 0
     tensor_parallel: int = 1
     device: str = "cpu"
-    """Where the sim engines' blocks are: `cpu` or `cuda`."""
+    """The memory of the sim engines' blocks: `cpu` or `cuda`."""
     attach: bool = False
     """Join the stack that runs here, instead of starting one."""
 

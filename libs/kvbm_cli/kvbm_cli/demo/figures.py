@@ -27,7 +27,7 @@ class TierFigures:
     """The sums over all tiers of each kind."""
 
     counts: Counts
-    """By kind, what its tiers count."""
+    """Kind → the counts of its tiers."""
 
     def since(self, before: TierFigures) -> TierFigures:
         """Return what was counted after `before`; a tier that began a new life counts from 0."""

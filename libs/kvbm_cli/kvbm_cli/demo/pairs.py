@@ -16,7 +16,8 @@ PAIRS_MIN = 12
 PAIRS_MAX = 240
 """Some 20 s on two cores; an interval that is wide by then is called so."""
 OUTSIDE_MAX = 0.05
-"""How often the median of all such pairs may lie outside the interval: 95 % confidence."""
+"""The probability that the median of all such pairs is outside the interval, at most: 95 %
+confidence."""
 NARROW = 0.15
 """Width of the interval, as a part of the time that recomputing takes."""
 
@@ -31,7 +32,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether more pairs would say little more."""
+        """Tell whether the interval is narrow enough: more pairs would say little more."""
         return self.pairs >= PAIRS_MIN and self.ratio_high - self.ratio_low <= NARROW
 
     @property

@@ -19,7 +19,7 @@ LEGEND: Mapping[str, str] = {
     "says, those of the pairs included",
     "blocks missed": "blocks that a lookup did not find, by reason:",
 }
-"""What a row says, by its name or by a word in it."""
+"""Name of a row, or a word in it → the explanation in the legend."""
 
 
 def print_report(report: Report) -> None:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 SAY_S = 5.0
-"""How often a run whose output is no terminal says how far it has come."""
+"""The pause between two lines of progress in an output that is no terminal, in seconds."""
 
 
 class Progress:

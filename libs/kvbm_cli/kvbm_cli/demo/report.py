@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     moved_seconds: float = 0.0
     """From the first request until every block was where it goes, or the wait was given up."""
     has_moved: bool = True
-    """Whether every block was where it goes by then."""
+    """True if every block was where it goes by then."""
     blocks_asked: int
     blocks_verified: int
     mismatches: int

@@ -13,9 +13,9 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
 
 from kvbm_cli.doctor.access_checks import access_checks
-from kvbm_cli.doctor.facts import DiskFacts, Facts, LeftStore
+from kvbm_cli.doctor.disk_checks import disk_checks
+from kvbm_cli.doctor.facts import Facts
 from kvbm_cli.doctor.finding import Finding
-from kvbm_cli.doctor.left_stores import is_own
 from kvbm_cli.printing import size
 
 CLOCK_ERROR_S_MAX = 1.0
@@ -78,6 +78,19 @@ def _verification(facts: Facts, settings: Settings) -> Iterator[Finding]:
             "by memmove and xxhash: the copying library is not there",
             "Install a C compiler, and kvbm-common again.",
         )
+
+
+def _engines(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    """Check that every engine of this host has a cache. Its ranks say the same."""
+    for name, reason in dict.fromkeys((one.engine, one.passes_through) for one in facts.engines):
+        if reason:
+            yield Finding(
+                "engines",
+                "better",
+                f"{name} computes without a cache: {reason}",
+                "Change what the reason names; the document of its engine (docs/vllm.md, "
+                "docs/sglang.md, docs/trtllm.md) says what is cached.",
+            )
 
 
 def _runtime(facts: Facts, settings: Settings) -> Iterator[Finding]:
@@ -188,58 +201,6 @@ def _between_processes(facts: Facts, _settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("between processes", "ok", "process_vm_readv is allowed")
-
-
-def _disks(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    slots, share = settings.disk_cache_override_num_blocks or 0, 0
-    if not slots:  # Blocks have no bytes before an engine connects.
-        share = settings.disk_cache_bytes // max(1, len(facts.disks))
-    for disk in facts.disks:
-        if slots or share:
-            yield _disk(disk, share, settings)
-        yield from (_left(store, settings) for store in disk.left)
-
-
-def _left(store: LeftStore, settings: Settings) -> Finding:
-    found = "of another host's name, which no disk tier uses"
-    advice = (
-        "Was this host renamed? Set KVBM_HOST to the old name to keep the blocks, or delete the "
-        "directory."
-    )
-    if is_own(store, settings):
-        found = "that no disk tier of these settings uses"
-        advice = (
-            "Set DYN_KVBM_DISK_CACHE_DIR, KVBM_INSTANCE and the size as before to keep the blocks, "
-            "or delete the directory."
-        )
-    return Finding(f"store {store.path}", "better", f"{size(store.bytes)} {found}", advice)
-
-
-def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
-    name = f"disk {disk.path}"
-    if disk.error:
-        advice = disk.advice or "Make the directory, owned by the services' user."
-        return Finding(name, "wrong", disk.error, advice)
-    has_room = disk.free_bytes + disk.own_bytes
-    found = f"{size(has_room)} for {size(share) if share else 'its blocks'}"
-    if has_room < share:
-        return Finding(name, "wrong", found, "A smaller DYN_KVBM_DISK_CACHE_GB or a larger disk.")
-    if not disk.direct and not settings.disk_disable_o_direct:
-        return Finding(
-            name,
-            "wrong",
-            f"{found}; no O_DIRECT",
-            "DYN_KVBM_DISK_DISABLE_O_DIRECT=true, or a file system that has it.",
-        )
-    if not disk.allocates and not settings.disk_zerofill_fallback:
-        return Finding(
-            name,
-            "wrong",
-            f"{found}; no fallocate",
-            "DYN_KVBM_DISK_ZEROFILL_FALLBACK=true, or a file system that has it.",
-        )
-    made = "; the directory will be made" if disk.will_be_made else ""
-    return Finding(name, "ok", f"{found}, O_DIRECT {'works' if disk.direct else 'off'}{made}")
 
 
 def _numa(facts: Facts, _settings: Settings) -> Iterator[Finding]:
@@ -369,13 +330,14 @@ def _etcd(facts: Facts, settings: Settings) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[Facts, Settings], Iterator[Finding]], ...] = (
     _settings,
     _verification,
+    _engines,
     _runtime,
     _memlock,
     _shm,
     _left_memory,
     _io_uring,
     _between_processes,
-    _disks,
+    disk_checks,
     _numa,
     _ports,
     _gpu,

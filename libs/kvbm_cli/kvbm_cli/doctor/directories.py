@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
 
@@ -14,10 +18,12 @@ from kvbm_common.runtime.mounts import missing_mount
 
 from kvbm_cli.disk_stores import is_store_of
 from kvbm_cli.doctor.facts import DiskFacts
+from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.left_stores import left_stores
+from kvbm_cli.looks import look_at_once
 
 BLOCK_BYTES = 4096
-"""What O_DIRECT is tried with: the alignment of our slots."""
+"""The length with which O_DIRECT is tried, in bytes: the alignment of slots."""
 
 
 def disk_facts(directory: Path, store: Path, settings: Settings) -> DiskFacts:
@@ -43,7 +49,63 @@ def disk_facts(directory: Path, store: Path, settings: Settings) -> DiskFacts:
         allocates=allocates,
         will_be_made=not directory.exists(),
         left=left_stores(directory, settings),
+        place=_place_of(directory, place),
     )
+
+
+def _place_of(directory: Path, nearest: Path) -> tuple[int, int]:
+    status = nearest.stat()
+    return status.st_dev, directory.stat().st_ino if directory.exists() else 0
+
+
+def without_used(facts: Sequence[DiskFacts], stores: Sequence[Path]) -> tuple[DiskFacts, ...]:
+    """Leave out the stores that a disk tier uses by another path of their directory.
+
+    `stores` are those of the tiers, in the order of the facts.
+    """
+    used = {(one.place, store.name) for one, store in zip(facts, stores, strict=True)}
+    return tuple(
+        replace(one, left=tuple(s for s in one.left if (one.place, s.path.name) not in used))
+        for one in facts
+    )
+
+
+def silent_disk(directory: Path, waited_s: float) -> DiskFacts:
+    """Return the facts of a directory at which a look has not ended."""
+    return DiskFacts(
+        path=directory,
+        error=f"it does not answer within {waited_s:.0f} s",
+        advice="Look at its disk or mount, or take it out of DYN_KVBM_DISK_CACHE_DIR.",
+    )
+
+
+def silent_directories(settings: Settings, *, within_s: float) -> list[Finding]:
+    """Return a finding for each directory that every other look needs, and that does not answer.
+
+    Disk tiers have directories of their own, which are looked at with what is in them.
+    """
+    needed = {
+        "KVBM_STATE_DIR": settings.state_dir,
+        "KVBM_CREDS_DIR": settings.creds_dir,
+        "KVBM_RUNTIME_DIR": settings.runtime_dir,
+        "KVBM_SHM_DIR": settings.shm_dir,
+    }
+    answered = look_at_once([partial(_ask, path) for path in needed.values()], within_s=within_s)
+    return [
+        Finding(
+            f"directory {path}",
+            "wrong",
+            f"it does not answer within {within_s:.0f} s, and nothing else was looked at",
+            f"Look at its disk or mount, or set {variable} to another place.",
+        )
+        for place, (variable, path) in enumerate(needed.items())
+        if place not in answered
+    ]
+
+
+def _ask(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.listdir(directory)
 
 
 def refused_for(store: Path) -> str:
@@ -64,16 +126,15 @@ def refused_for(store: Path) -> str:
 def free_bytes(path: Path) -> int:
     """Return what is free on the file system of a path; 0 where it cannot be asked."""
     try:
-        status = os.statvfs(path)
+        return shutil.disk_usage(path).free
     except OSError:
         return 0
-    return status.f_bavail * status.f_frsize
 
 
 def own_bytes(directory: Path, settings: Settings) -> int:
     """Return the bytes of this host's disk stores in a directory: they may be taken again."""
     taken = 0
-    stores = directory.glob(f"kvbm-{settings.host}-*")
+    stores = directory.glob(settings.store_name("*"))
     for store in (path for path in stores if is_store_of(path, settings)):
         for file in store.rglob("*"):
             with contextlib.suppress(OSError):

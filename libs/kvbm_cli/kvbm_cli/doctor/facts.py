@@ -14,6 +14,8 @@ class LeftStore:
 
     path: Path
     bytes: int
+    is_own: bool
+    """True if the store belongs to this host, as after fewer directories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +24,30 @@ class DiskFacts:
 
     path: Path
     error: str = ""
-    """Why it is not used; then the rest means nothing."""
+    """The reason why the directory is not used; then the rest means nothing."""
     advice: str = ""
-    """What to do about the error; empty: the directory is to be one of the services' user."""
+    """Advice about the error; empty: the directory is to belong to the services' user."""
     free_bytes: int = 0
     own_bytes: int = 0
-    """What our own files there take already."""
+    """Bytes that files of this host's tiers take there already."""
     direct: bool = False
-    """Whether O_DIRECT works."""
+    """True if O_DIRECT works."""
     allocates: bool = False
-    """Whether fallocate works."""
+    """True if fallocate works."""
     will_be_made: bool = False
-    """Whether it is missing, where its tier can make it; the rest is of where that will be."""
+    """True if it is missing, where its tier can make it; the rest is of where that will be."""
     left: tuple[LeftStore, ...] = ()
+    place: tuple[int, int] = (0, 0)
+    """The numbers of the device and the directory; the second is 0 while it is missing."""
+
+    @property
+    def is_there(self) -> bool:
+        """Tell whether the directory exists, and was looked at."""
+        return self.place[1] != 0
+
+    def shares_disk(self, other: DiskFacts) -> bool:
+        """Tell whether both are on one file system, whose room they share."""
+        return self.place[0] != 0 and self.place[0] == other.place[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +104,15 @@ class SecretFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """One worker of an engine that is attached to a host tier of this host."""
+    """One worker of an engine that is attached to a host tier of this host, or a whole engine that
+    computes without a cache."""
 
     engine: str
     rank: int
     verify: str
-    """Which loads it verifies; empty: its release does not say."""
+    """The loads that the rank verifies; empty: its release does not say."""
+    passes_through: str = ""
+    """The reason why the engine computes without a cache; empty: it has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +124,8 @@ class Facts:
     shm_fs: str
     shm_free_bytes: int
     shm_own_bytes: int
-    """What the next start of the stack may take again: its own arenas, and those left behind."""
+    """Bytes that the next start of the stack may take again: its own arenas, and those left
+    behind."""
     runtime_error: str
     io_uring: str
     """Empty when it works, else the error's name."""
@@ -121,13 +138,13 @@ class Facts:
     ports: tuple[PortFacts, ...]
     gpus: int
     gpu_storage: bool
-    """Whether nvidia-fs is loaded, which GDS needs."""
+    """True if nvidia-fs is loaded, which GDS needs."""
     copier: str = "native"
-    """What blocks are copied by: see copying."""
+    """The name of the copier of blocks (`kvbm_common.copying`)."""
     gpu_copies: tuple[str, ...] = ()
-    """What copies measured, for each GPU that cupy can use."""
+    """A line about measured copies for each GPU that cupy can use."""
     gpu_error: str = ""
-    """Why cupy can use none."""
+    """The reason why cupy can use no GPU; empty: it can, or there is no GPU."""
     rdma_devices: tuple[str, ...]
     nixl_error: str
     nixl_plugins: tuple[str, ...]
@@ -143,4 +160,5 @@ class Facts:
     left_memory: tuple[LeftMemory, ...] = ()
     """Shared memory of killed processes."""
     refusals: tuple[str, ...] = ()
-    """What services would refuse to open, or to connect to, with these settings."""
+    """Reasons why services would refuse to open, or to connect to, something with these
+    settings."""

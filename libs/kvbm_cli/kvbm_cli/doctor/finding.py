@@ -16,4 +16,4 @@ class Finding:
     level: Level
     found: str
     advice: str = ""
-    """What to change; empty when nothing needs to be."""
+    """Advice on what to change; empty: nothing needs to be changed."""

@@ -1,4 +1,4 @@
-"""The doctor's look at this host. Everything is tried for real, and leaves nothing behind."""
+"""Gathering of facts about this host. Everything is tried for real, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import socket
 import ssl
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +34,12 @@ from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.admin_client import Client
 from kvbm_cli.disk_stores import directories_by_number
-from kvbm_cli.doctor.directories import disk_facts, free_bytes
+from kvbm_cli.doctor.directories import (
+    disk_facts,
+    free_bytes,
+    silent_disk,
+    without_used,
+)
 from kvbm_cli.doctor.facts import (
     DiskFacts,
     EngineFacts,
@@ -44,9 +50,12 @@ from kvbm_cli.doctor.facts import (
 )
 from kvbm_cli.doctor.listeners import listeners
 from kvbm_cli.doctor.ports import ports_of
+from kvbm_cli.looks import look_at_once
 from kvbm_cli.stack_processes import instances_of
 
 ANSWER_DEADLINE_S = 2.0
+LOOK_S = 10.0
+"""The time that the look at all directories may take; a busy disk writes a page within seconds."""
 SYSCALLS = {"x86_64": (425, 206, 207), "aarch64": (425, 0, 1)}
 """Numbers of io_uring_setup, io_setup and io_destroy."""
 IO_URING_PARAMS_BYTES = 120
@@ -198,13 +207,21 @@ def _clock() -> tuple[bool, float]:
 
 
 def _disks(settings: Settings) -> tuple[DiskFacts, ...]:
-    """Look at each directory as the disk tier of its own sees it."""
-    instances = instances_of("disk-tier", settings)
-    pairs = zip(directories_by_number(settings).values(), instances, strict=True)
-    return tuple(
-        disk_facts(directory, settings.disk_store(directory, instance), settings)
-        for directory, instance in pairs
-    )
+    """Look at each directory as the disk tier of its own sees it, at all of them at once."""
+    directories = list(directories_by_number(settings).values())
+    stores = [
+        settings.disk_store(directory, instance)
+        for directory, instance in zip(
+            directories, instances_of("disk-tier", settings), strict=True
+        )
+    ]
+    looks = [partial(disk_facts, *pair, settings) for pair in zip(directories, stores, strict=True)]
+    answered = look_at_once(looks, within_s=LOOK_S)
+    found = [
+        answered[place] if place in answered else silent_disk(directory, LOOK_S)
+        for place, directory in enumerate(directories)
+    ]
+    return without_used(found, stores)
 
 
 # --- network ----------------------------------------------------------------------------------
@@ -277,7 +294,12 @@ def engines_of(settings: Settings) -> tuple[EngineFacts, ...]:
     try:
         workers = Client.of(settings, deadline_s=ANSWER_DEADLINE_S).get("/v1/workers")
         return tuple(
-            EngineFacts(str(one["engine"]), int(one["rank"]), str(one.get("verify", "")))
+            EngineFacts(
+                str(one["engine"]),
+                int(one["rank"]),
+                str(one.get("verify", "")),
+                str(one.get("passes_through", "")),
+            )
             for one in workers
             if one["host"] == settings.host
         )

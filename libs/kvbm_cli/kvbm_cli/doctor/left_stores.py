@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 from kvbm_common.config.settings import Settings
 
-from kvbm_cli.disk_stores import JOURNAL, is_store_of
+from kvbm_cli.disk_stores import JOURNAL, LOOK_S, is_store_of
 from kvbm_cli.doctor.facts import LeftStore
+from kvbm_cli.looks import look_at_once
 from kvbm_cli.stack_processes import processes_of
 
 STORES_MAX = 1_000
@@ -27,25 +29,42 @@ def left_stores(directory: Path, settings: Settings) -> tuple[LeftStore, ...]:
     used = _used(directory, settings)
     others = [name for name in names if name not in used][:STORES_MAX]
     paths = (directory / name for name in others)
-    return tuple(LeftStore(path, _bytes(path)) for path in paths if _is_left(path))
-
-
-def is_own(store: LeftStore, settings: Settings) -> bool:
-    """Tell whether a left store is of this host, as after fewer directories."""
-    return is_store_of(store.path, settings)
+    return tuple(
+        LeftStore(path, _bytes(path), is_store_of(path, settings))
+        for path in paths
+        if _is_left(path)
+    )
 
 
 def unused_stores(settings: Settings) -> list[str]:
-    """Return a line for each store of this host that its disk tiers do not use."""
+    """Return a line for each store that the disk tiers of this host do not use.
+
+    Those of another host's name have one line in each directory; one that hangs has a line, too.
+    """
+    directories = settings.disk_cache_dirs
+    looks = [partial(left_stores, directory, settings) for directory in directories]
+    found = look_at_once(looks, within_s=LOOK_S)
+    lines: list[str] = []
+    for place, directory in enumerate(directories):
+        if place in found:
+            lines += _unused_lines(found[place], settings)
+        else:
+            lines.append(f"{directory} does not answer within {LOOK_S:.0f} s")
+    return lines
+
+
+def _unused_lines(stores: tuple[LeftStore, ...], settings: Settings) -> list[str]:
     why = "DYN_KVBM_DISK_CACHE_GB is 0"
     if settings.disk_cache_gb or settings.disk_cache_override_num_blocks:
         why = "its directory has another disk tier; kvbm doctor says what to do"
-    return [
-        f"{store.path} is not used: {why}"
-        for directory in settings.disk_cache_dirs
-        for store in left_stores(directory, settings)
-        if is_own(store, settings)
-    ]
+    lines = [f"{store.path} is not used: {why}" for store in stores if store.is_own]
+    if others := [store.path for store in stores if not store.is_own]:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        lines.append(
+            f"{others[0]}{more} is not used: it is of another host's name; kvbm doctor says what "
+            "to do"
+        )
+    return lines
 
 
 def _used(directory: Path, settings: Settings) -> set[str]:
@@ -54,7 +73,7 @@ def _used(directory: Path, settings: Settings) -> set[str]:
         return set()
     place = str(directory)
     return {
-        f"kvbm-{settings.host}-{own.get('KVBM_INSTANCE', settings.instance)}"
+        settings.store_name(own.get("KVBM_INSTANCE", settings.instance))
         for own in processes_of("disk-tier", settings).values()
         if own.get("DYN_KVBM_DISK_CACHE_DIR", place) == place
     }

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvbm_common.errors import KvbmError
 
+PRIVATE_DOMAINS = ("localhost", "local", "internal", "svc")
+"""Ends of names that the Internet's DNS does not have: of Kubernetes, of a cloud, of a machine."""
 _LISTENS = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 
@@ -30,6 +33,34 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL, or of a header Host after `//`; or nothing.
+
+    >>> host_of("http://[::1]:80/x"), host_of("//Kvbm:6880"), host_of("http://[")
+    ('::1', 'kvbm', '')
+    """
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def may_be_rebound(name: str) -> bool:
+    """Tell whether this may be a name of another site, which its DNS can point at a port of ours.
+
+    No address can be rebound, no name of one word, and none below a domain that is not for sale.
+
+    >>> [one for one in ("10.0.0.1", "::1", "kvbm", "a.svc", "a.example.") if may_be_rebound(one)]
+    ['a.example.']
+    """
+    name = name.rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return "." in name and name.rpartition(".")[2] not in PRIVATE_DOMAINS
+    return False
 
 
 def listeners_of(port: int) -> set[int]:

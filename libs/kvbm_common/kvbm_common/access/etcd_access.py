@@ -25,7 +25,7 @@ class EtcdAccess:
 
     @property
     def guarded(self) -> bool:
-        """Whether etcd knows who connects."""
+        """Tell whether etcd knows who connects."""
         return self.tls.has_identity or self.password is not None
 
 

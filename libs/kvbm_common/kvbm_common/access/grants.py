@@ -30,7 +30,7 @@ from kvbm_common.wire.partitions import INDEX_GROUP
 from kvbm_common.wire.verbs import verb_subject
 
 INBOX = "_INBOX"
-"""What a client's inboxes begin with; a role hears those of its own name only."""
+"""The first token of a client's inboxes; a role hears those of its own name only."""
 API = "$JS.API"
 PARTITIONED = (EVENTS.name, IMAGES.name, IMAGES_BUCKET)
 """Names that have another form for each partition of the fleet."""
@@ -128,7 +128,7 @@ def grants_of(
 
 
 def _spread(fleets: Iterable[Partitions], patterns: Iterable[str]) -> Iterator[str]:
-    """Yield patterns, and behind those of one partition the same of each of several."""
+    """Yield patterns, and after each of one partition the same of each of several."""
     places = [(partitions, number) for partitions in fleets for number in range(partitions.count)]
     for pattern in patterns:
         yield pattern
@@ -214,7 +214,7 @@ EXAMPLES = {
     "service": SERVICES,
     "source": (*(f"{tier}-0" for tier in TIERS), "engine"),
 }
-"""What stands for the parameters of a channel's address, but for the host."""
+"""Parameter of a channel's address, but for the host → what stands for it."""
 
 
 def concrete(address: str, host: str) -> Iterator[str]:

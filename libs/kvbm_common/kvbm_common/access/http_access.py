@@ -4,8 +4,9 @@
     read      also every question of the admin API
     admin     also every change
 
-Whether a process lives, and whether it is ready, needs no token: probes have none. On
-loopback figures need none either. A token is in a file, which is read again when it changes.
+Whether a process lives, and whether it is ready, needs no token: probes have none. On loopback
+figures need none either, but for a name that another site's page may have. A token is in a file,
+which is read again when it changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
-from kvbm_common.access.addresses import is_loopback
+from kvbm_common.access.addresses import is_loopback, may_be_rebound
 from kvbm_common.access.secret_files import (
     SecretFile,
     SecretUnreadable,
@@ -67,6 +68,8 @@ class Access:
 
     tokens: tuple[Token, ...] = ()
     without_token: Role = "none"
+    scraped_by_any_name: bool = False
+    """True: figures without a token are for names that can be rebound, too."""
 
     def role_of(self, token: str | None) -> Role | None:
         """Return what a token may do; None: it is not ours."""
@@ -79,6 +82,15 @@ class Access:
         """Tell whether a token, or none, is good for a role."""
         has = self.role_of(token)
         return has is not None and RANKS.index(has) >= RANKS.index(role)
+
+    def may_by(self, role: Role, token: str | None, name: str) -> bool:
+        """Tell likewise of a request that is addressed to a name.
+
+        Without a token a page of another site could ask, whose name is pointed at this port.
+        """
+        is_declared = role == "scrape" and self.scraped_by_any_name
+        is_ours = token is not None or is_declared or not may_be_rebound(name)
+        return is_ours and self.may(role, token)
 
 
 def bearer_of(header: str) -> str | None:
@@ -103,7 +115,11 @@ def service_access(settings: Settings) -> Access:
             "KVBM_METRICS_OPEN=true where the network is KVBM's alone"
         )
         raise ConfigError("KVBM_SERVICE_BIND", bind, accepted)
-    return Access(tokens=_scrape(settings), without_token="scrape" if is_open else "none")
+    return Access(
+        tokens=_scrape(settings),
+        without_token="scrape" if is_open else "none",
+        scraped_by_any_name=settings.metrics_open and not is_loopback(bind),
+    )
 
 
 def refuse_open_api(settings: Settings) -> None:
@@ -132,7 +148,11 @@ def api_access(settings: Settings) -> Access:
         _check(token)
     health = "scrape" if is_loopback(bind) or settings.metrics_open else "none"
     open_role = max(cast(Role, chosen or "none"), cast(Role, health), key=RANKS.index)
-    return Access(tokens=(*tokens, *_scrape(settings)), without_token=open_role)
+    return Access(
+        tokens=(*tokens, *_scrape(settings)),
+        without_token=open_role,
+        scraped_by_any_name=settings.metrics_open and not is_loopback(bind),
+    )
 
 
 def admin_token_of(settings: Settings) -> SecretFile | None:

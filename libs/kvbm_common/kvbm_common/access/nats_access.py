@@ -42,7 +42,7 @@ class NatsAccess:
 
     @property
     def guarded(self) -> bool:
-        """Whether the server knows who connects."""
+        """Tell whether the server knows who connects."""
         return self.in_url is not None or self.file is not None or self.tls.has_identity
 
     @property
@@ -52,7 +52,7 @@ class NatsAccess:
 
     @property
     def is_local(self) -> bool:
-        """Whether all servers are on this machine."""
+        """Tell whether all servers are on this machine."""
         return all(is_loopback(urlsplit(server).hostname or "") for server in self.servers)
 
     def credentials(self) -> Credentials | None:
@@ -121,8 +121,15 @@ def nats_access(settings: Settings, role: str) -> NatsAccess:
         streams=stream_limits(settings),
     )
     if not (access.is_local or settings.nats_open):
-        _check_closed(access)
+        _check_closed(access, role)
     return access
+
+
+def has_credentials(settings: Settings, role: str) -> bool:
+    """Return whether this machine has something to show to NATS as a process of this role."""
+    by_url = of_url(settings.nats_url)
+    has_identity = settings.nats_cert_file is not None
+    return by_url.in_url is not None or has_identity or _file_of(settings, role) is not None
 
 
 def stream_limits(settings: Settings) -> StreamLimits:
@@ -152,11 +159,12 @@ def _shown_role(file: SecretFile | None, role: str) -> str:
     return named if role == ADMIN and named in BY_NAME else role
 
 
-def _check_closed(access: NatsAccess) -> None:
+def _check_closed(access: NatsAccess, role: str) -> None:
+    named = "KVBM_NATS_CREDS_FILE"
     missing = [
         text
         for given, text in (
-            (access.guarded, "credentials (KVBM_NATS_CREDS_FILE)"),
+            (access.guarded, f"credentials ({named}, or {role}{SUFFIX} in KVBM_CREDS_DIR)"),
             (access.wants_tls, "TLS (KVBM_NATS_CA_FILE, or tls:// for the system's authorities)"),
         )
         if not given

@@ -57,7 +57,7 @@ class Role:
     per_host: bool = False
     """A credential is for one host."""
     is_service: bool = True
-    """Whether the role serves the verbs of its kind, is in the registry, and writes the audit."""
+    """True: the role serves the verbs of its kind, is in the registry, and writes the audit."""
     asks: tuple[str, ...] = ()
     publishes: tuple[str, ...] = ()
     never_publishes: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class SecretFile:
 
     @property
     def is_private(self) -> bool:
-        """Whether no other user may read it; raises SecretUnreadable.
+        """Tell whether no other user may read it; raises SecretUnreadable.
 
         The owner may have given it to this process by its group, as containers get theirs.
         """

@@ -23,7 +23,7 @@ class TlsFiles:
 
     @property
     def has_identity(self) -> bool:
-        """Whether the client has a certificate of its own."""
+        """Tell whether the client has a certificate of its own."""
         return self.certificate is not None
 
     def context(self) -> ssl.SSLContext:

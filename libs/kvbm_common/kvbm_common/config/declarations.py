@@ -294,7 +294,7 @@ class DeclaredSettings(AccessSettings):
         "KVBM_ROUTER_ENDPOINT", "", schema.PORT_OR_OFF, section="consolidator",
         default_text="ipc://RUNTIME_DIR/router.sock",
         help="Where the consolidator publishes in vLLM's format for routers: data-parallel rank r "
-        "on the port plus r, or with `_dpR` behind the path. `off` publishes on NATS only. What "
+        "on the port plus r, or with `_dpR` after the path. `off` publishes on NATS only. What "
         "is published has the tokens of prompts: over tcp:// only with keys, or "
         "`KVBM_ROUTER_OPEN`.")
     router_replay_endpoint: str = setting(

@@ -20,7 +20,7 @@ class Parser:
     """Turns the text of a variable into a value; raises ValueError when it cannot."""
 
     accepts: str
-    """What the text may be, for the error and the manual."""
+    """A description of the accepted texts, for the error and the manual."""
     parse: Callable[[str], object]
 
 

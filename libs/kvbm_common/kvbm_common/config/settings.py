@@ -28,9 +28,9 @@ class Settings(DeclaredSettings):
     """The configuration in force. Sizes in GB mean 1e9 bytes."""
 
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """Where each value that is not a default comes from, by attribute name."""
+    """Name of an attribute that is not at its default → the origin of its value."""
     warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    """What the operator should know: unknown names and names without effect."""
+    """Warnings for the operator: unknown names and names without effect."""
 
     def __post_init__(self) -> None:
         for name, socket_name in (
@@ -112,7 +112,7 @@ class Settings(DeclaredSettings):
 
     @property
     def etcd_servers(self) -> tuple[str, ...]:
-        """Where the registry's etcd is, as `HOST:PORT`; empty when NATS is the registry."""
+        """The addresses of the registry's etcd, as `HOST:PORT`; empty when NATS is the registry."""
         if self.registry_url == "nats":
             return ()
         in_url = self.registry_url != "etcd"
@@ -120,7 +120,7 @@ class Settings(DeclaredSettings):
 
     @property
     def etcd_wants_tls(self) -> bool:
-        """Whether an address of etcd says that only TLS will do."""
+        """Tell whether an address of etcd says that only TLS will do."""
         return self.registry_url == "etcd" and "https://" in self.etcd_endpoints
 
     @property
@@ -138,9 +138,13 @@ class Settings(DeclaredSettings):
         """The only directory, or the first."""
         return self.disk_cache_dirs[0]
 
+    def store_name(self, instance: str) -> str:
+        """Return the name of the directory in which a disk tier of this host keeps its blocks."""
+        return f"kvbm-{self.host}-{instance}"
+
     def disk_store(self, directory: Path, instance: str) -> Path:
         """Return where a disk tier of this host keeps its blocks, below a directory for a disk."""
-        return directory / f"kvbm-{self.host}-{instance}"
+        return directory / self.store_name(instance)
 
     @property
     def object_directory(self) -> Path | None:

@@ -244,7 +244,8 @@ def best_copier(path: Path = LIBRARY) -> Copier:
 
 
 COPIER = best_copier()
-"""What this process copies by."""
+"""The copier of this process: the compiled one where it can be loaded, and the plain one
+elsewhere."""
 
 
 def thread_count(cpus: int | None = None) -> int:

@@ -67,7 +67,7 @@ class RankPieces:
         self._run = share.runs()
         parts = share.grid.parts_of_runs()[self._run]
         self._lane_of_run = np.searchsorted(np.array(share.parts), parts)
-        """Which of the rank's parts each of its runs belongs to."""
+        """Run → the index of the rank's part that it belongs to."""
 
     @cached_property
     def runs(self) -> Runs:
@@ -102,7 +102,7 @@ class RankPieces:
         return parts
 
     def _ends(self, borders: NDArray[np.bool_]) -> NDArray[np.intp]:
-        """Return where bytes end behind which `borders` says that something else begins."""
+        """Return the ends of bytes after which `borders` has something else begin."""
         runs = np.append(np.flatnonzero(borders) + 1, len(self._run))
         return runs * self._run_bytes
 

@@ -23,13 +23,13 @@ MOVED_BYTES = 16 << 20
 CHUNKS = 2
 """Put in a row: the device copies one while the next is put, as with a transfer."""
 ENGINE_SHARE = {"d2h": 0.25, "h2d": 0.5}
-"""What the copy engine must reach of the kernel's rate to be chosen. A load is waited for by a
-request, an offload by none."""
+"""The part of the kernel's rate that the copy engine must reach to be chosen. A request waits for a
+load, and none for an offload."""
 ROUNDS = 3
 DEADLINE_S = 5.0
 """For one copy of 16 MiB: a device that takes longer is not measured, but broken."""
 SPIN_S = 0.005
-"""How long to look without a pause: 32 MiB take 0.6 ms, a pause a tenth."""
+"""The time to look without a pause: 32 MiB take 0.6 ms, a pause a tenth."""
 POLL_S = 0.00002
 
 
@@ -67,8 +67,9 @@ def describe(rates: Sequence[Rate]) -> str:
     return "; ".join(parts)
 
 
-def measure(runtime: Runtime, *, moved_bytes: int = MOVED_BYTES) -> list[Rate]:
+def measure(runtime: Runtime, *, moved_bytes: int | None = None) -> list[Rate]:
     """Measure every size in both directions with both methods. Raises CudaError."""
+    moved_bytes = moved_bytes or MOVED_BYTES
     host = runtime.pinned(moved_bytes)
     device, table = runtime.allocate(moved_bytes), runtime.allocate(_table_bytes(moved_bytes))
     stream = runtime.stream(urgent=False)

@@ -162,13 +162,13 @@ class DeviceMover:
             started.set_exception(error)
             return
         started.set_result(None)
-        self._flying: deque[_Slot] = deque()
+        self._in_flight: deque[_Slot] = deque()
         while not self._closing:
             self._launch_what_may()
             self._look()
             with self._work:
                 if not self._closing and not (self._has_work() and self._free()):
-                    self._work.wait(POLL_S if self._flying or self._has_work() else None)
+                    self._work.wait(POLL_S if self._in_flight or self._has_work() else None)
         self._finish()
 
     def _slot(self) -> _Slot:
@@ -261,17 +261,17 @@ class DeviceMover:
     def _launched(self, slot: _Slot) -> None:
         """Mark the end of a wave, even of one that failed half-way: that of its last copy."""
         slot.end.mark()
-        self._flying.append(slot)
+        self._in_flight.append(slot)
 
     def _look(self) -> None:
         """Take the waves that have ended, in the order of their one stream; fail the late jobs."""
-        while self._flying and self._is_done(self._flying[0]):
-            slot = self._flying.popleft()
+        while self._in_flight and self._is_done(self._in_flight[0]):
+            slot = self._in_flight.popleft()
             wave, slot.wave = slot.wave, None
             assert wave is not None
             self._wave_ended(wave.job)
         now = time.monotonic()
-        for slot in self._flying:
+        for slot in self._in_flight:
             assert slot.wave is not None
             if not slot.wave.job.failed and now > slot.wave.job.deadline:
                 self._fail(slot.wave.job, TransferTimeout, "the deadline passed in flight")
@@ -328,11 +328,11 @@ class DeviceMover:
         for job in [*(wave.job for wave in self._divided), *self._waiting]:
             self._fail(job, MoverClosed, "the mover was closed")
             self._wave_ended(job)
-        for slot in self._flying:
+        for slot in self._in_flight:
             assert slot.wave is not None
             self._fail(slot.wave.job, MoverClosed, "the mover was closed in mid-transfer")
         close_by = time.monotonic() + CLOSE_DEADLINE_S
-        while self._flying:  # What is in flight uses all of it.
+        while self._in_flight:  # What is in flight uses all of it.
             self._look()
             time.sleep(POLL_S if time.monotonic() < close_by else LATE_POLL_S)
         with contextlib.suppress(CudaError):  # A broken context has nothing to give back.

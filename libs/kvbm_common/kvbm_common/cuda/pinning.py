@@ -47,7 +47,7 @@ class Pinning:
         assert length > 0, length
         self.address, self.bytes, self.slice_bytes = address, length, slice_bytes
         self.reason = ""
-        """Why some of it is not pinned, for the operator."""
+        """The reason why some of the memory is not pinned, for the operator; empty: all is."""
         self._runtime, self._read_only = runtime, read_only
         self._pinned = np.zeros(-(-length // slice_bytes), dtype=np.bool_)
         self._next = 0

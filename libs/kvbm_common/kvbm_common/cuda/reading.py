@@ -91,7 +91,7 @@ class Gpu:
         return event
 
     def has_passed(self, fence: int) -> bool:
-        """Return whether all is done that a fence stands behind; the fence is gone then. Raises
+        """Return whether all is done that comes before a fence; the fence is gone then. Raises
         CudaError, and the fence is gone, too."""
         try:
             if not self.runtime.is_done(fence):
@@ -128,7 +128,7 @@ class Gpu:
             return False
 
     def clear(self, target: Places) -> None:
-        """Fill blocks with zeros, behind what the engine has begun to compute; for a thread of
+        """Fill blocks with zeros, after what the engine has begun to compute; for a thread of
         ours. Raises CudaError; TransferTimeout, then they may come until it has settled."""
 
         def put(stream: int) -> None:
@@ -157,7 +157,7 @@ class Gpu:
         self._on_stream(put)
 
     def _on_stream(self, put: Callable[[int], None]) -> None:
-        """Put something into a stream of ours, behind the engine's, and wait for its end: also if
+        """Put something into a stream of ours, after the engine's, and wait for its end: also if
         a call fails half-way, for what is in the stream by then."""
         with self._lock:
             self.runtime.enter()

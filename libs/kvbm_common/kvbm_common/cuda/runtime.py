@@ -1,4 +1,4 @@
-"""The runtime: the few CUDA calls that moving blocks takes, and cupy behind them.
+"""The runtime: the few CUDA calls that moving blocks takes, and cupy below them.
 
 Streams, events and addresses are integers, as in CUDA. The tests have a second runtime that keeps
 CUDA's rules of order and nothing else; one suite of contracts is for both.
@@ -72,11 +72,11 @@ class Runtime(Protocol):
 
     device: int
     kernels_reach_host: bool
-    """Whether a kernel may read and write pinned host memory by its own addresses."""
+    """True if a kernel may read and write pinned host memory by its own addresses."""
     batches: bool
-    """Whether `copy_batch` can be used; its caller clears this when it has failed."""
+    """True if `copy_batch` can be used; its caller clears this when it has failed."""
     pins_read_only: bool
-    """Whether a mapping that this process may not write can be pinned."""
+    """True if a mapping that this process may not write can be pinned."""
 
     def use(self) -> None:
         """Make this device the calling thread's."""

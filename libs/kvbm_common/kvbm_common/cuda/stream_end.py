@@ -34,7 +34,7 @@ class StreamEnd:
 
     def mark(self) -> None:
         """Mark what is in the stream by now. An event that CUDA does not take would count as done:
-        each look tries to record it again, behind what is in the stream then."""
+        each look tries to record it again, after what is in the stream then."""
         self._is_recorded = False
         try:
             self._record()

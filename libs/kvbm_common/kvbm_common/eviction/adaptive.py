@@ -20,7 +20,7 @@ from itertools import chain, islice
 from operator import itemgetter
 
 from kvbm_common.eviction.contest import Contest
-from kvbm_common.eviction.lru import FreeOrder
+from kvbm_common.eviction.lru import TOGETHER_LEAST, FreeOrder
 from kvbm_common.eviction.recent_names import RecentNames
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.block_order import BlockOrder
@@ -28,8 +28,6 @@ from kvbm_common.tier.blocks import BlockColumns
 
 BATCH_MAX = 64
 """Sampled uses that wait for the contest: no step of the tier runs more of them."""
-TOGETHER_LEAST = 8
-"""Blocks that are freed as a run of their own: a run takes as much memory as a block."""
 LEAVE_MAX = 2
 """Blocks that go back to `_once` when one is freed: a smaller part is reached in steps."""
 
@@ -194,7 +192,7 @@ class Adaptive:
         """Yield the free blocks, the first to leave first."""
         if not self._is_lru or not len(self._once) or not len(self._again):
             return chain(self._former, self._once, self._again)
-        # A block that went back to `_once` stands behind newer ones: the merge is nearly sorted.
+        # A block that went back to `_once` stands after newer ones: the merge is nearly sorted.
         by_age = merge(self._once.items(), self._again.items(), key=itemgetter(1))
         return chain(self._former, map(itemgetter(0), by_age))
 

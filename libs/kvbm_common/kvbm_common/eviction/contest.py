@@ -40,7 +40,7 @@ class Way:
     protected: float
     """Part of the slots for blocks that were used again; 0: all are equal, which is LRU."""
     remembers: bool
-    """Whether a block that was evicted lately, and comes back, counts as used again."""
+    """True if a block that was evicted lately, and comes back, counts as used again."""
 
 
 LRU = Way(protected=0.0, remembers=False)
@@ -115,7 +115,7 @@ class Contest:
         self._seen = 0
         self._leader = 0
         self.changes = 0
-        """How often another way took the lead."""
+        """The number of times that another way took the lead."""
 
     @property
     def sampled_below(self) -> int:

@@ -62,7 +62,7 @@ class Duel:
         self._patience = 2 * self._ghosts_max
         self._since = 0
         self.trips = 0
-        """How often LRU had to be followed."""
+        """The number of times that LRU had to be followed."""
 
     def samples(self, word: int) -> bool:
         """Return whether a name is in the sample. `word` is its `mix`."""

@@ -7,12 +7,24 @@ key of the last victim at its last use. Old fame is outlived that way. Among equ
 from __future__ import annotations
 
 from bisect import insort
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby, islice
+from operator import itemgetter
+
+import msgspec
 
 from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.eviction.one_by_one import OneByOne
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.blocks import BlockColumns
+
+
+class _Use(msgspec.Struct, gc=False, eq=False):
+    """The uses of a block while it was here, and its key; no garbage collector looks at it."""
+
+    uses: int
+    key: int
 
 
 class Lfu(OneByOne):
@@ -21,8 +33,9 @@ class Lfu(OneByOne):
     """
 
     def __init__(self) -> None:
-        self._uses: dict[SequenceHash, int] = {}
-        self._key: dict[SequenceHash, int] = {}
+        self._uses: BlockLookup[_Use] = BlockLookup()
+        self._former: set[SequenceHash] = set()
+        """Blocks of a former life without an entry in `_uses`: used once, with the key 1."""
         self._queues: dict[int, FreeOrder] = {}
         self._keys: list[int] = []
         """The keys of the queues, sorted."""
@@ -30,45 +43,92 @@ class Lfu(OneByOne):
         self._free_count = 0
 
     def fill(self, former: BlockColumns) -> None:
-        assert not self._uses, f"{len(self._uses)} blocks are here already"
+        assert not self._queues, f"{self._free_count} blocks are here already"
         if not len(former):
             return
-        self._uses = dict.fromkeys(former.slot_of, 1)
-        self._key = self._uses.copy()
+        self._former = set(former.slot_of)
         self._queue(1).fill(former)
         self._free_count = len(former)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
-        assert block not in self._uses, f"{block.hex()} is here, used {self._uses[block]} times"
-        self._uses[block] = 0
-        self.touch(block)
-        self.free(block)
+        assert block not in self._uses, f"{block.hex()} is here already"
+        assert block not in self._former, f"{block.hex()} is here since a former life"
+        use = _Use(1, 1 + self._age)
+        self._uses.set((block,), use)
+        self._queue(use.key).free(block)
+        self._free_count += 1
+
+    def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
+        assert len(parents) == len(blocks), f"{len(blocks)} blocks, {len(parents)} parents"
+        assert self._uses.has_none_of(blocks), f"of {len(blocks)} blocks some are here"
+        assert self._former.isdisjoint(blocks), f"of {len(blocks)} some are of a former life"
+        key = 1 + self._age
+        self._uses.set_each(blocks, [_Use(1, key) for _ in blocks])
+        if blocks:
+            self._queue(key).free_some(blocks[::-1])
+        self._free_count += len(blocks)
 
     def touch(self, block: SequenceHash) -> None:
-        uses = self._uses[block] = self._uses[block] + 1
-        old = self._key.get(block)
-        new = self._key[block] = uses + self._age
-        assert old is None or new > old, f"{block.hex()} was used: its key {old} became {new}"
-        if old is not None and block in self._queues.get(old, ()):
+        use = self._uses.get(block) or self._unfold(block)
+        old = use.key
+        use.uses += 1
+        new = use.key = use.uses + self._age
+        assert new > old, f"{block.hex()} was used: its key {old} became {new}"
+        if block in self._queues.get(old, ()):
             self._queues[old].hold(block)
             self._drop_if_empty(old)
             self._queue(new).free(block)
 
     def hold(self, block: SequenceHash) -> None:
-        key = self._key[block]
+        self._take_out(block, (self._uses.get(block) or self._unfold(block)).key)
+
+    def free(self, block: SequenceHash) -> None:
+        self._queue((self._uses.get(block) or self._unfold(block)).key).free(block)
+        self._free_count += 1
+
+    def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
+        for key, run in self._by_key(blocks):
+            self._queues[key].hold_all(run)
+            self._drop_if_empty(key)
+        self._free_count -= len(blocks)
+        assert self._free_count >= 0, f"{len(blocks)} blocks were held, and not all were free"
+
+    def free_all(self, blocks: Sequence[SequenceHash]) -> None:
+        for key, run in self._by_key(blocks):
+            self._queue(key).free_some(run)
+        self._free_count += len(blocks)
+
+    def _by_key(
+        self, blocks: Sequence[SequenceHash]
+    ) -> Iterator[tuple[int, Sequence[SequenceHash]]]:
+        """Yield these blocks in their order, those together that follow each other with one key."""
+        uses = zip(self._uses.get_all(blocks), blocks, strict=True)
+        keys = [(use or self._unfold(block)).key for use, block in uses]
+        for key, run in groupby(zip(keys, blocks, strict=True), key=itemgetter(0)):
+            assert key > 0, f"a block was used, and its key is {key}"
+            yield key, [block for _, block in run]
+
+    def forget(self, block: SequenceHash) -> None:
+        use = self._uses.pop(block)
+        if use is None:
+            self._former.remove(block)
+        key = 1 if use is None else use.key
+        self._take_out(block, key)
+        self._age = max(self._age, key)
+
+    def _take_out(self, block: SequenceHash, key: int) -> None:
+        """Remove a free block from the queue of its key."""
         self._queues[key].hold(block)
         self._drop_if_empty(key)
         self._free_count -= 1
         assert self._free_count >= 0, f"{block.hex()} was free, and counted as held"
 
-    def free(self, block: SequenceHash) -> None:
-        self._queue(self._key[block]).free(block)
-        self._free_count += 1
-
-    def forget(self, block: SequenceHash) -> None:
-        self.hold(block)
-        del self._uses[block]
-        self._age = max(self._age, self._key.pop(block))
+    def _unfold(self, block: SequenceHash) -> _Use:
+        """Make the entry of a block of a former life; raises KeyError if it is not here."""
+        self._former.remove(block)
+        use = _Use(1, 1)
+        self._uses.set((block,), use)
+        return use
 
     def victims(self, count: int) -> list[SequenceHash]:
         return list(islice(chain.from_iterable(self._queues[key] for key in self._keys), count))

@@ -9,6 +9,9 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.block_order import BlockOrder
 from kvbm_common.tier.blocks import BlockColumns
 
+TOGETHER_LEAST = 8
+"""Blocks that are freed as a batch of their own: a batch takes as much memory as a block."""
+
 
 class FreeOrder:
     """An ordered set: those of a former life first, then as blocks become free.
@@ -54,6 +57,14 @@ class FreeOrder:
         count = len(self._later)
         self._later.add_all(blocks, None)
         assert len(self._later) == count + len(blocks), f"{count} blocks, then {len(self._later)}"
+
+    def free_some(self, blocks: Sequence[SequenceHash]) -> None:
+        """Add blocks that are free now, in their order; a few are no batch of their own."""
+        if len(blocks) >= TOGETHER_LEAST:
+            self.free_all(blocks)
+        else:
+            for block in blocks:
+                self.free(block)
 
     def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
         """Remove blocks that are no longer free; raises KeyError when one was not."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.blocks import BlockColumns
 
 TURN_ENDS = (1, 2, 3, 5, 9)
@@ -30,59 +32,69 @@ TURN_KIND = _kinds(TURN_ENDS)
 DEPTH_KIND = _kinds(DEPTH_ENDS)
 
 
-class Node:
-    """The record of a block that is in the tier."""
+class Node(msgspec.Struct, gc=False, eq=False):
+    """The record of a block that is in the tier; the garbage collector looks at none of a
+    million."""
 
-    __slots__ = ("children", "count", "depth", "kind", "parent", "place", "sampled", "turn", "used")
-
-    def __init__(self, parent: SequenceHash, *, turn: int, depth: int, sampled: bool) -> None:
-        assert turn > 0, f"a child of {parent.hex()} is of turn {turn}"
-        assert depth >= 0, f"a child of {parent.hex()} is {depth} deep"
-        self.parent = parent
-        self.turn = turn
-        self.depth = depth
-        self.sampled = sampled
-        self.children = 0
-        """How many there are here."""
-        self.count = 0
-        """How often it was asked for lately, here or not."""
-        self.used = 0
-        self.kind = 0
-        self.place = -1
-        """Index among the free leaves, or -1."""
+    parent: SequenceHash
+    turn: int
+    depth: int
+    sampled: bool
+    children: int = 0
+    """The number of its children that are in the tier."""
+    count: int = 0
+    """The number of times that it was asked for lately, in the tier or not."""
+    used: int = 0
+    kind: int = 0
+    place: int = -1
+    """Index among the free leaves, or -1."""
 
 
-class Nodes(dict[SequenceHash, Node]):
-    """Nodes by name. `nodes[name]` makes that of a former block; so do `find` and `take`."""
+class Nodes:
+    """Nodes by name; that of a former block is made when it is asked for."""
 
     def __init__(self) -> None:
+        self._made: BlockLookup[Node] = BlockLookup()
         self._former: Former | None = None
         self._slot_of: dict[SequenceHash, int] = {}
         """Former block whose node is not made yet → its place in the columns."""
         self.orphans: dict[SequenceHash, int] = {}
         """Parents that are not here, and how many children they have here."""
+        self.get = self._made.get
+        """Returns the node of a block, or None if it is not here or not made yet."""
+
+    def __len__(self) -> int:
+        return len(self._made) + len(self._slot_of)
 
     def fill(self, former: Former) -> None:
         """Fill empty nodes with the blocks of a former life."""
-        assert not self, f"{len(self)} blocks are here already"
-        assert not self._slot_of, f"{len(self._slot_of)} blocks of another life are here"
+        assert not len(self), f"{len(self)} blocks are here already"
         self._former, self._slot_of = former, former.slot_of
         self.orphans = dict(former.orphans)
 
     def has(self, name: SequenceHash) -> bool:
         """Tell whether a block is here."""
-        return name in self or name in self._slot_of
+        return name in self._made or name in self._slot_of
 
     def find(self, name: SequenceHash) -> Node | None:
         """Return the node of a block, None if it is not here."""
         node = self.get(name)
-        return self[name] if node is None and name in self._slot_of else node
+        return self._make(name) if node is None and name in self._slot_of else node
+
+    def __getitem__(self, name: SequenceHash) -> Node:
+        return self.get(name) or self._make(name)
+
+    def add(self, name: SequenceHash, node: Node) -> None:
+        """Add the node of a block that has come."""
+        assert node.turn > 0, f"{name.hex()} is of turn {node.turn}"
+        assert node.depth >= 0, f"{name.hex()} is {node.depth} deep"
+        self._made.set((name,), node)
 
     def take(self, name: SequenceHash) -> Node:
         """Remove the node of a block and return it; its children stay."""
         node = self[name]
         assert node.children >= 0, f"{name.hex()} leaves, with {node.children} children"
-        del self[name]
+        self._made.pop(name)
         if node.children:
             self.orphans[name] = self.orphans.get(name, 0) + node.children
         return node
@@ -100,19 +112,23 @@ class Nodes(dict[SequenceHash, Node]):
         else:
             del self.orphans[parent]
 
-    def check(self) -> None:
-        """Assert every invariant; O(blocks), and makes all nodes."""
+    def check(self) -> dict[SequenceHash, Node]:
+        """Assert every invariant; O(blocks). Makes all nodes, and returns them."""
         for name in list(self._slot_of):
-            assert self[name]
-        children = Counter(node.parent for node in self.values())
-        for name, node in self.items():
+            self._make(name)
+        nodes = {SequenceHash(name): self[SequenceHash(name)] for name in self._made}
+        children = Counter(node.parent for node in nodes.values())
+        for name, node in nodes.items():
             assert node.children == children.pop(name, 0) - (node.parent == name)
-        assert {name: n for name, n in self.orphans.items() if name not in self} == children
+        assert {name: n for name, n in self.orphans.items() if name not in nodes} == children
+        return nodes
 
-    def __missing__(self, name: SequenceHash) -> Node:
+    def _make(self, name: SequenceHash) -> Node:
+        """Make the node of a former block; raises KeyError if it is not here."""
         slot = self._slot_of.pop(name)
         assert self._former is not None, f"{name.hex()} is of a former life that was dropped"
-        node = self[name] = self._former.node(slot)
+        node = self._former.node(slot)
+        self._made.set((name,), node)
         if not self._slot_of:
             self._former = None
         return node
@@ -180,12 +196,12 @@ def _depths(
     runs = np.repeat(np.arange(len(starts)), lengths)
     offsets = np.arange(len(runs)) - np.repeat(starts, lengths)
     # A parent that came later was not known.
-    behind = np.flatnonzero((above >= 0) & (above < starts))
+    known = np.flatnonzero((above >= 0) & (above < starts))
     of_heads = [0] * len(starts)
     for run, parent, offset in zip(
-        behind.tolist(),
-        runs[above[behind]].tolist(),
-        offsets[above[behind]].tolist(),
+        known.tolist(),
+        runs[above[known]].tolist(),
+        offsets[above[known]].tolist(),
         strict=True,
     ):
         of_heads[run] = of_heads[parent] + offset + 1

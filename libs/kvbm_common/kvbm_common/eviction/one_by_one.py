@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
 
@@ -34,17 +34,17 @@ class OneByOne:
         for block in reversed(blocks):
             self.free(block)
 
-    def touch_all(self, blocks: Iterable[SequenceHash]) -> None:
+    def touch_all(self, blocks: Sequence[SequenceHash]) -> None:
         for block in blocks:
             self.touch(block)
 
-    def hold_all(self, blocks: Iterable[SequenceHash]) -> None:
+    def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
         for block in blocks:
             self.hold(block)
 
-    def free_all(self, blocks: Iterable[SequenceHash]) -> None:
+    def free_all(self, blocks: Sequence[SequenceHash]) -> None:
         for block in blocks:
             self.free(block)
 
-    def renew_all(self, blocks: Iterable[SequenceHash]) -> None:
+    def renew_all(self, blocks: Sequence[SequenceHash]) -> None:
         """Do nothing: age is not what such a policy goes by."""

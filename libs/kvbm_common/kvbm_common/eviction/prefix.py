@@ -1,6 +1,6 @@
 """`prefix`: leaves first, the least worth of them, as learned from what comes back.
 
-A tier's blocks are a forest: a block is of use only behind its parent. So only a block without
+A tier's blocks are a forest: a block is of use only after its parent. So only a block without
 children here may leave, and of those the one whose worth (see `returns`) is least. Blocks are told
 apart by the turn of their conversation and by their depth:
 
@@ -18,6 +18,7 @@ long as nothing looked at is worse. While LRU does better (see `duel`), its orde
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -53,6 +54,7 @@ class PrefixPolicy(OneByOne):
 
     def __init__(self, slot_count: int = 0) -> None:
         self._nodes = Nodes()
+        self._made = self._nodes.get
         self._free = FreeOrder()
         self._leaves: list[SequenceHash] = []
         self._now = 0
@@ -85,6 +87,19 @@ class PrefixPolicy(OneByOne):
             self.duel.freed(name)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
+        node = self._come(block, parent)
+        self._free.free(block)
+        if not node.children:
+            self._uncover(block, node)
+
+    def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
+        assert len(parents) == len(blocks), f"{len(blocks)} blocks, {len(parents)} parents"
+        for block, parent in zip(blocks, parents, strict=True):
+            self._come(block, parent)
+        self.free_all(blocks[::-1])
+
+    def _come(self, block: SequenceHash, parent: SequenceHash) -> Node:
+        """Make the node of a block that has come, and is not free yet."""
         assert not self._nodes.has(block), f"{block.hex()} is here already"
         word = mix(block)
         count = self._sketch.add(word)
@@ -95,22 +110,20 @@ class PrefixPolicy(OneByOne):
             depth = above.depth + 1
         node = Node(parent, turn=turn, depth=depth, sampled=self.duel.samples(word))
         node.children = self._nodes.orphans.pop(block, 0)
-        self._nodes[block] = node
+        self._nodes.add(block, node)
         if above is None:
             self._nodes.adopt(parent)
         else:
             above.children += 1
             if above.place >= 0:
                 self._cover(above)
-        self._free.free(block)
-        if not node.children:
-            self._uncover(block, node)
         self._used(block, node, word, count)
         if node.sampled:
             self.duel.used(block, hit=False, again=count > 1)
+        return node
 
     def touch(self, block: SequenceHash) -> None:
-        node = self._nodes[block]
+        node = self._made(block) or self._nodes[block]
         word = mix(block)
         self._used(block, node, word, self._sketch.add(word))
         if node.sampled:
@@ -118,13 +131,33 @@ class PrefixPolicy(OneByOne):
 
     def hold(self, block: SequenceHash) -> None:
         self._free.hold(block)
-        node = self._nodes[block]
+        self._is_held(block)
+
+    def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
+        count = len(self._free)
+        self._free.hold_all(blocks)
+        assert len(self._free) == count - len(blocks), f"{count} blocks became {len(self._free)}"
+        for block in blocks:
+            self._is_held(block)
+
+    def _is_held(self, block: SequenceHash) -> None:
+        node = self._made(block) or self._nodes[block]
         if node.place >= 0:
             self._cover(node)
 
     def free(self, block: SequenceHash) -> None:
         self._free.free(block)
-        node = self._nodes[block]
+        self._is_free(block)
+
+    def free_all(self, blocks: Sequence[SequenceHash]) -> None:
+        count = len(self._free)
+        self._free.free_some(blocks)
+        assert len(self._free) == count + len(blocks), f"{count} blocks became {len(self._free)}"
+        for block in blocks:
+            self._is_free(block)
+
+    def _is_free(self, block: SequenceHash) -> None:
+        node = self._made(block) or self._nodes[block]
         if node.sampled:
             self.duel.freed(block)
         if not node.children:
@@ -171,7 +204,7 @@ class PrefixPolicy(OneByOne):
         last = self._leaves.pop()
         if node.place < len(self._leaves):
             self._leaves[node.place] = last
-            self._nodes[last].place = node.place
+            (self._made(last) or self._nodes[last]).place = node.place
         node.place = -1
 
     # --- what the tier asks -----------------------------------------------------------------
@@ -230,8 +263,7 @@ class PrefixPolicy(OneByOne):
             assert self._nodes[name].place == place
         leaves = {name for name in self._free if not self._nodes[name].children}
         assert set(self._leaves) == leaves
-        self._nodes.check()
-        for name, node in self._nodes.items():
+        for name, node in self._nodes.check().items():
             assert (node.place >= 0) == (name in leaves)
 
 
@@ -280,7 +312,7 @@ class _Chosen:
                 parent = self.take(parent)
 
     def take_rest(self) -> None:
-        """Take the free blocks that have a held block behind them; still children first."""
+        """Take the free blocks that have a held block after them; still children first."""
         rest = [name for name in self._free if name not in self.names]
         before = Counter(self._nodes[name].parent for name in rest)
         ready = [name for name in rest if not before[name]]

@@ -87,7 +87,8 @@ class ReuseCurves:
         self._due = self._period
         lru = [1.0 / (1 + edge) for edge in EDGES[:-1]]
         self.worth: list[list[float]] = [lru] * kinds
-        """By kind and bucket of age. Before anything is known: the older, the less."""
+        """Kind and bucket of age → the worth of a block. Before anything is known: the older, the
+        less."""
 
     def used(self, name: SequenceHash, word: int, kind: int, now: int) -> None:
         """Count a use of a block at `now`; `word` is the name's `mix`."""

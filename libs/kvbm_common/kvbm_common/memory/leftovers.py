@@ -1,4 +1,4 @@
-"""Shared memory that killed processes have left, whatever the name of their host or instance.
+"""Leftovers: shared memory of killed processes, whatever the name of their host or instance.
 
 A file is left when it has a name that KVBM gives, belongs to this user, and its lock is free: its
 owner holds that for life. A lock proves this where one kernel keeps the files, which is so for a

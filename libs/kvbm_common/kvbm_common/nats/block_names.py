@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.index_verbs import DumpReply, DumpRequest, HolderDump
 from kvbm_common.wire.scores import HoldersReply, HolderSummary
-from kvbm_common.wire.verbs import DumpReply, DumpRequest, HolderDump
 
 DIGITS_MIN = 4
 """Fewer digits are shared by some of a hundred thousand blocks."""

@@ -45,7 +45,7 @@ from kvbm_common.runtime.metrics import Metrics
 __all__ = ["Bus", "EventMessage", "EventPublisher", "EventSubscription", "VerbHandler"]
 
 CONNECT_DEADLINE_S = 10.0
-"""How long the first connection may take when the caller does not say."""
+"""The time that the first connection may take by default, in seconds."""
 PING_S = 3
 """A silent connection is probed this often; after two lost probes it is taken for dead."""
 PENDING_MAX = 1_000
@@ -70,7 +70,7 @@ class Bus:
         self.counters = counters
         self.access = access
         self.limits: StreamLimits = access.streams
-        """What an operator has said of the streams."""
+        """The limits of streams that an operator has set."""
         self.closed_by_server = asyncio.Event()
         """Set when the server ends the connection for good, because it finds the protocol broken.
         One that refuses the credentials is asked again: the file may have changed by then."""
@@ -84,9 +84,9 @@ class Bus:
         self._inbox = ""
         self._answers = Answers()
         self.packs_events: Callable[[], bool] = lambda: True
-        """Whether every reader that is present reads packed events."""
+        """Tells whether every reader that is present reads packed events."""
         self.trouble = ""
-        """What the server or the library has complained of last."""
+        """The last complaint of the server or the library; empty: none."""
         self._log = OncePerKind(_logger)
         self._counts = BusCounters(counters)
 
@@ -138,12 +138,12 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Whether NATS answers now."""
+        """Tell whether NATS answers now."""
         return self._connected.is_set() and self._client.is_connected
 
     @property
     def guarded(self) -> bool:
-        """Whether the server knows who connects, and so what each client may do."""
+        """Tell whether the server knows who connects, and so what each client may do."""
         return self.access.guarded
 
     @property

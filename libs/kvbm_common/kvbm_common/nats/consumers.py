@@ -13,7 +13,7 @@ from kvbm_common.nats.streams import StreamSpec
 
 
 class Resume(NamedTuple):
-    """Behind a position of a stream that was made at this time."""
+    """After a position of a stream that was made at this time."""
 
     created: datetime
     position: int
@@ -83,7 +83,7 @@ def _consumer_config(name: str, inbox: str, subject: str, heartbeat_s: float) ->
 
 
 def start_config(start: Start, position: int) -> dict[str, Any]:
-    """Return where a consumer begins: behind a position that is above 0, else as it was told."""
+    """Return where a consumer begins: after a position that is above 0, else as it was told."""
     if position > 0:
         return {"deliver_policy": "by_start_sequence", "opt_start_seq": position + 1}
     if isinstance(start, int):

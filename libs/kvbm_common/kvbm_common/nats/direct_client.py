@@ -80,6 +80,18 @@ def _look_at(closed: asyncio.Future[None]) -> None:
 
 library.TcpTransport = _Transport  # type: ignore[attr-defined]
 
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Tell whether a line of asyncio says something.
+
+    The library's streams begin without TLS, and asyncio warns at the end of each encrypted one.
+    """
+    return "returning true from eof_received()" not in str(record.msg)
+
+
+# Here, and not where logs are set up: a command has none, and its operator would read the line.
+logging.getLogger("asyncio").addFilter(_is_news)
+
 Take = Callable[[list[RawMessage]], None]
 """Takes what was read together. It never raises, and never waits."""
 
@@ -135,7 +147,7 @@ class DirectClient(Client):
         """By the id of the subscription, as it stands in the protocol."""
         self._ids: dict[Subscription, bytes] = {}
         self._has_heard = False
-        """Whether any bytes came since the last probe of the connection."""
+        """True: some bytes came since the last probe of the connection."""
         self._pings_spared = 0
         missing = missing_parts(self, CLIENT_PARTS) or missing_parts(self._ps, PARSER_PARTS)
         self.is_direct = not missing

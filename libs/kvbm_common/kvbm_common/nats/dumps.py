@@ -8,7 +8,7 @@ import msgspec
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.wire.codec import JsonCodec
-from kvbm_common.wire.verbs import DUMP_PAGE_MAX, DumpReply, DumpRequest, HolderDump
+from kvbm_common.wire.index_verbs import DUMP_PAGE_MAX, DumpReply, DumpRequest, HolderDump
 
 TRIES = 5
 
@@ -62,7 +62,7 @@ async def _ask_once(
         if not page.next:
             return list(holders.values())
         if page.next == request.after:
-            raise DumpMoved(f"the page behind {page.next} ends where it began")
+            raise DumpMoved(f"the page after {page.next} ends where it began")
         request = msgspec.structs.replace(request, after=page.next)
 
 

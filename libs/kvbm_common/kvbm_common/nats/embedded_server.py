@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -22,12 +23,14 @@ from kvbm_common.errors import ServiceFailed
 from kvbm_common.runtime.processes import LockTaken, dying_with_parent, free_port, take_lock
 
 START_DEADLINE_S = 5.0
-"""How long a start may take: the server answers after 30 ms, once it has read its store."""
+"""The time that a start may take, in seconds: the server answers 30 ms after reading its store."""
 STOP_DEADLINE_S = 2.0
 """JetStream is safe against kill -9, so a slow stop is cut short."""
 LOCK_DEADLINE_S = 2.0
-"""How long a start waits for the directory: the server of a killed parent ends in that time."""
+"""The wait for the directory, in seconds: the server of a killed parent ends in that time."""
 POLL_S = 0.005
+VARIABLES = ("PATH", "HOME", "TMPDIR", "TZ", "GODEBUG", "GOGC", "GOMAXPROCS", "GOMEMLIMIT")
+"""The variables that the server gets of our environment: no secret, and no setting of KVBM."""
 PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 """The most that nats-server accepts without a warning, and our largest message."""
 STORE_BYTES_MIN = 4 * 1024 * 1024 * 1024
@@ -115,7 +118,7 @@ class NatsServer:
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
+        """Tell whether the process lives."""
         return self._process is not None and self._process.poll() is None
 
     async def __aenter__(self) -> NatsServer:
@@ -182,6 +185,7 @@ class NatsServer:
         with (self.directory / "nats-server.log").open("ab") as log:
             return subprocess.Popen(
                 [find_binary(), "--config", str(configuration)],
+                env={name: os.environ[name] for name in VARIABLES if name in os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

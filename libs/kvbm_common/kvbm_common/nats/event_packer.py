@@ -16,12 +16,12 @@ class EventPacker:
         self._events: dict[tuple[str, str], list[Packable]] = {}
         """The waiting events by host and source: order matters within a source only."""
         self.event_count = 0
-        """How many events wait."""
+        """The number of events that wait."""
         self._blocks = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether there is enough for a message."""
+        """Tell whether there is enough for a message."""
         return self._blocks >= self._blocks_max
 
     def add(self, event: Packable) -> None:

@@ -161,7 +161,7 @@ class EventPublisher:
         return Fill(self._outbox_bytes, OUTBOX_BYTES_MAX)
 
     def publish(self, subject: str, payload: bytes, *, epoch: int, seq: int) -> None:
-        """Put the message of one event in the outbox, behind all that was gathered."""
+        """Put the message of one event in the outbox, after all that was gathered."""
         self._put_gathered()
         self._put(subject, payload, epoch=epoch, seq=seq, events=1)
 
@@ -242,7 +242,7 @@ class EventPublisher:
             self._failure = self._failure or "no acknowledgement"
 
     def _is_overdue(self) -> bool:
-        """Tell whether the first message has waited too long, also behind those before it."""
+        """Tell whether the first message has waited too long, also after those before it."""
         if not self._sent:
             return False
         since_s = max(self._outbox[0].sent_s, self._moved_s)

@@ -10,7 +10,9 @@ position delivered
 
 If the stream was replaced (deleted, or NATS lost its store), delivery restarts from its beginning:
 readers know their events by (source, epoch, seq) and drop those that they have seen. Messages that
-were lost with the old stream need not show as a gap, so `on_stream_lost` tells the reader.
+were lost with the old stream need not show as a gap, so `on_stream_lost` tells the reader. A start
+at a position beyond the stream's end is one of a lost stream, too: the server would deliver nothing
+until the new stream gets there.
 
 The same callback reports messages that the stream dropped before a slow reader took them. A
 subscription to the whole stream sees a gap in the positions; the callback runs when everything
@@ -53,11 +55,11 @@ from kvbm_common.nats.marked_messages import checked
 from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.stream_positions import (
     Horizon,
-    alike_positions,
+    columns_of,
+    columns_of_alike,
     is_event,
-    look,
     positions_of,
-    several_positions,
+    read_ends,
 )
 from kvbm_common.nats.streams import StreamSpec
 
@@ -94,7 +96,7 @@ class EventSubscription:
         """When the last message or heartbeat came."""
         self._on_stream_lost = on_stream_lost or (lambda: None)
         self._whole = spec.is_all(subject) and start != "last_per_subject"
-        """Whether every message of the stream is wanted, so that a gap in positions is a loss."""
+        """True: every message of the stream is wanted, so that a gap in positions is a loss."""
         self._watched = on_stream_lost is not None and not self._whole
         self._horizon = Horizon()
         self._consumer_name = ""
@@ -121,7 +123,7 @@ class EventSubscription:
 
     @property
     def live(self) -> bool:
-        """Whether a consumer is in place, so that silence means that nothing happens."""
+        """Tell whether a consumer is in place, so that silence means that nothing happens."""
         return self._unsubscribe is not None and self._generation == self._link.generation
 
     @property
@@ -210,11 +212,11 @@ class EventSubscription:
     def _take_several(self, batch: list[EventMessage]) -> bool:
         """Take several messages at once, if no number is missing; False: none was taken."""
         arrived = list(islice(self._arrived, self._batch_max - len(batch)))
-        placed = alike_positions([message.reply for message in arrived])
+        placed = columns_of_alike([message.reply for message in arrived])
         if placed is None:
             arrived = list(takewhile(is_event, arrived))
             replies = [message.reply for message in arrived]
-            placed = several_positions(replies) if len(replies) > 1 else None
+            placed = columns_of(replies) if len(replies) > 1 else None
         count = len(arrived)
         if placed is None:
             return False
@@ -272,14 +274,14 @@ class EventSubscription:
                 continue
             name, stream, position = self._consumer_name, self._stream, self._position
             try:
-                consumer, now = await look(self._link, self._spec.name, name)
+                consumer, now = await read_ends(self._link, self._spec.name, name)
             except KvbmError as error:
                 _log.debug("%s: the stream's position cannot be read: %s", self._spec.name, error)
                 continue
             if name != self._consumer_name or stream is None or now.created != stream.created:
                 continue  # `_place_start` of the next consumer has compared.
             taken = self._consumer_position
-            if self._horizon.look(consumer, now.state, position=position, taken=taken):
+            if self._horizon.advance(consumer, now.state, position=position, taken=taken):
                 _log.warning("%s may have dropped messages of %s", self._spec.name, self._subject)
                 self._on_stream_lost()
 
@@ -334,11 +336,12 @@ class EventSubscription:
             if self._start == "new":
                 # By number, so that a second consumer misses nothing that came meanwhile.
                 self._position = stream.state.last_seq
-            if not isinstance(self._start, Resume):
+            if isinstance(self._start, Resume):
+                created, self._position = self._start
+                self._horizon.begin(self._position, stream.state)
+            elif not self._is_beyond(stream.state):
                 self._horizon.begin(self._unwanted(stream.state), stream.state)
                 return
-            created, self._position = self._start
-            self._horizon.begin(self._position, stream.state)
         another = stream.created != created or stream.state.last_seq < self._position
         if another:
             _log.warning(
@@ -352,6 +355,10 @@ class EventSubscription:
         elif 0 < self._position < stream.state.first_seq - 1:
             self._skip_dropped(stream.state)
 
+    def _is_beyond(self, state: StreamState) -> bool:
+        """Return whether the start is a position that this stream has not come to."""
+        return isinstance(self._start, int) and self._start > state.last_seq + 1
+
     def _unwanted(self, state: StreamState) -> int:
         """Return the position up to which a new reader wants nothing: a drop there is no loss."""
         # A reader of the last message of each subject gets the rest elsewhere.
@@ -359,7 +366,7 @@ class EventSubscription:
         return state.last_seq if from_now else state.first_seq - 1
 
     def _skip_dropped(self, state: StreamState) -> None:
-        """Skip messages behind our position that are gone.
+        """Skip messages after our position that are gone.
 
         In a subscription to a part of the stream they may all be of other subjects.
         """

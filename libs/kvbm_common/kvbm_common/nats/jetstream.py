@@ -52,11 +52,11 @@ class Link(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether NATS answers now."""
+        """Tell whether NATS answers now."""
 
     @property
     def guarded(self) -> bool:
-        """Whether this connection has credentials: then streams hold no message without a mark."""
+        """Tell whether this connection has credentials: then all messages of streams are marked."""
 
     @property
     def limits(self) -> StreamLimits:
@@ -64,7 +64,7 @@ class Link(Protocol):
 
     @property
     def packs_events(self) -> Callable[[], bool]:
-        """Whether every reader that is present reads packed events."""
+        """Tell whether every reader that is present reads packed events."""
 
     @property
     def generation(self) -> int:
@@ -156,7 +156,7 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def is_silent(self) -> bool:
-        """Whether the zone was not heard for some time, or never."""
+        """Tell whether the zone was not heard for some time, or never."""
         return not 0 <= self.active < SILENT_S * 1e9
 
 

@@ -75,7 +75,7 @@ class _State(msgspec.Struct, frozen=True):
 class _Subjects(msgspec.Struct, frozen=True):
     state: _State
     ts: datetime
-    """What the server's clock says."""
+    """The time on the server's clock."""
 
     @property
     def counts(self) -> dict[str, int]:

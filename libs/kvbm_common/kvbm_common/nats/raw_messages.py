@@ -13,7 +13,7 @@ from typing import NamedTuple
 LINE_END = b"\r\n"
 LINE_ENDS = len(LINE_END)
 VERSION = b"NATS/1.0"
-"""How a block of headers begins."""
+"""The first bytes of a block of headers."""
 
 
 class RawMessage(NamedTuple):
@@ -73,6 +73,6 @@ def cut_front(data: bytes, at: int) -> tuple[bytes, list[RawMessage], int]:
 
 
 _SIZES: Mapping[bytes, int] = {b"MSG": 1, b"HMSG": 2}
-"""How many sizes are at the end of a line."""
+"""Kind of message → sizes at the end of its line."""
 _NUMBERS: Mapping[bytes, int] = {b"%d" % number: number for number in range(4096)}
 """Sizes as they are written: to look one up takes less than to read it."""

@@ -14,7 +14,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 POSITION_MAX = 2**63 - 2
 """The last position in a stream to start from: NATS takes no higher one."""
 ACCEPTED = f"now, all, 90s, 10m, 6h, an ISO time, or a position from #1 to #{POSITION_MAX}"
-"""What `--since` accepts, for people."""
+"""The values that `--since` accepts, for people."""
 
 
 def start_of(text: str, now: datetime) -> Start:

@@ -16,11 +16,12 @@ A source that has forgotten the moment says so, and the asker, as after any fail
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.tier.announcer import Page, Pages
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, SnapshotRequest
@@ -32,17 +33,12 @@ KEPT_MAX = 8
 """Moments that are kept; each costs some 50 bytes per block."""
 _HASH_BYTES = 35
 _RUN_BYTES = 64
-"""What a hash and an empty run take in JSON."""
+"""The bytes that a hash and an empty run take in JSON."""
 
 _request: JsonCodec[SnapshotRequest] = JsonCodec(SnapshotRequest)
 _reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _Moment = tuple[str, bool, int, int]
 """Source, whether consolidated, epoch, seq."""
-
-
-Page = Callable[[], SnapshotReply]
-"""Makes a page of a moment, at any time."""
-Pages = Sequence[Page]
 
 
 class SnapshotGone(KvbmError):

@@ -4,11 +4,11 @@ JetStream gives an event its place in the reply subject. Positions of a part of 
 so a hole says nothing, and a server that drops a message before it was delivered says nothing
 either. What can be known:
 
-    dropped   the stream begins behind it: nothing up to here can still come
+    dropped   the stream begins after it: nothing up to here can still come
     certain   all of ours up to here was delivered, or its loss was told
 
 When `dropped` has passed `certain`, something in between may have been ours. Otherwise nothing
-behind `certain` has been dropped yet, and so nothing of ours up to what was delivered in order, nor
+after `certain` has been dropped yet, and so nothing of ours up to what was delivered in order, nor
 up to what the stream ended with when the server had nothing left for us: that is certain now. A
 reader that keeps up learns of a loss only if the whole stream is replaced between three looks.
 """
@@ -21,11 +21,11 @@ from kvbm_common.nats.jetstream import Link, StreamInfo, StreamState, call_api
 from kvbm_common.nats.raw_messages import RawMessage
 
 PLACED = "$JS.ACK."
-"""How the reply subject of an event begins; behind it is its place in the stream."""
+"""The first tokens of the reply subject of an event; its place in the stream follows."""
 PLACE_NUMBERS = 4
-"""At its end: positions in stream and consumer, time, messages pending."""
+"""Numbers at the end of a reply subject: positions in stream and consumer, time, messages left."""
 DOTS = (4, 6)
-"""Before these, without and with a domain; a cluster's replies end with something else."""
+"""Dots before those numbers, without and with a domain; in clusters a token follows them."""
 
 Columns = tuple[list[int], list[int], list[int]]
 """Stream positions, consumer positions and messages pending."""
@@ -39,7 +39,7 @@ def is_event(message: RawMessage) -> bool:
 
 
 def positions_of(reply: str) -> tuple[int, int, int]:
-    """Stream position, consumer position and messages pending, from the reply subject.
+    """Return stream position, consumer position and messages pending, from a reply subject.
 
     `$JS.ACK.<stream>.<consumer>.<delivered>.<stream pos>.<consumer pos>.<time>.<pending>`, with
     two tokens (domain, account) more in front of the stream's name and one at the end in clusters.
@@ -49,7 +49,7 @@ def positions_of(reply: str) -> tuple[int, int, int]:
     return int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 3])
 
 
-def alike_positions(replies: list[str]) -> Columns | None:
+def columns_of_alike(replies: list[str]) -> Columns | None:
     """Return the positions of many replies, in columns, if only their numbers differ; else None."""
     beginning = replies[0].rsplit(".", PLACE_NUMBERS)[0]
     if len(replies) < 2 or not beginning.startswith(PLACED) or beginning.count(".") not in DOTS:
@@ -67,7 +67,7 @@ def alike_positions(replies: list[str]) -> Columns | None:
     return positions, consumer_positions, pending
 
 
-def several_positions(replies: list[str]) -> Columns | None:
+def columns_of(replies: list[str]) -> Columns | None:
     """Return the positions of many replies of one form, in columns; None for several forms."""
     size = replies[0].count(".") + 1
     if {reply.count(".") for reply in replies} != {size - 1}:
@@ -96,8 +96,8 @@ class ConsumerInfo(msgspec.Struct, frozen=True):
     delivered: _Delivered = _Delivered()
 
 
-async def look(link: Link, stream: str, consumer: str) -> tuple[ConsumerInfo, StreamInfo]:
-    """Read the consumer, then the stream: `Horizon.look` needs this order. Raises KvbmError."""
+async def read_ends(link: Link, stream: str, consumer: str) -> tuple[ConsumerInfo, StreamInfo]:
+    """Read the consumer, then the stream: `Horizon.advance` needs this order. Raises KvbmError."""
     asked = await call_api(link, f"CONSUMER.INFO.{stream}.{consumer}")
     consumer_info = msgspec.json.decode(asked, type=ConsumerInfo)
     asked = await call_api(link, f"STREAM.INFO.{stream}")
@@ -105,10 +105,11 @@ async def look(link: Link, stream: str, consumer: str) -> tuple[ConsumerInfo, St
 
 
 class Horizon:
-    """Pure: what was looked at comes in."""
+    """The position up to which a reader has missed nothing, moved on look by look. Pure."""
 
     def __init__(self) -> None:
         self.certain = 0
+        """All of ours up to this position was delivered, or its loss was reported."""
         self._ended_with = 0
         """The last position of the stream at the look before."""
 
@@ -117,7 +118,7 @@ class Horizon:
         self.certain = max(0, certain)  # A stream that never held anything begins with 0.
         self._ended_with = state.last_seq
 
-    def look(
+    def advance(
         self, consumer: ConsumerInfo, state: StreamState, *, position: int, taken: int
     ) -> bool:
         """Return whether something may have been lost since the last look.

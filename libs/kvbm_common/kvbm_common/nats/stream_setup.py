@@ -1,7 +1,8 @@
 """Stream setup by the role `admin`: creates each stream, and sets how it is protected.
 
 A stream that is there keeps its limits, but for those that a setting names; what its messages and
-readers may do is set again.
+readers may do is set again. So is what keeps one role from pushing out what others have written.
+Larger messages that are there stay.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from kvbm_common.nats.jetstream import JetStreamError, Link, call_api, ensure_st
 from kvbm_common.nats.streams import StreamSpec
 
 PROTECTIONS = ("allow_rollup_hdrs", "deny_delete", "deny_purge", "allow_direct")
+SHARED = ("discard", "max_msg_size")
+"""Limits that keep one role from pushing out what others wrote, where a message has a bound."""
 READERS = ("max_consumers", "consumer_limits")
 _ROOM = "run kvbm nats-config with these settings, or delete streams of other settings"
 REMEDIES = {
@@ -22,7 +25,7 @@ REMEDIES = {
     10047: _ROOM,
     10074: "set KVBM_STREAM_REPLICAS=1, or run a cluster of servers",
 }
-"""What to do, by the server's error code."""
+"""The server's error code → the advice to an operator."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ async def _set_up(link: Link, spec: StreamSpec) -> bool:
         wanted["duplicate_window"] = min(wanted["duplicate_window"], now["max_age"])
     changed = await _set(link, now, wanted, PROTECTIONS)
     changed |= await _set(link, now, wanted, limits)
+    if spec.message_max > 0:
+        changed |= await _set(link, now, wanted, SHARED)
     for name in READERS:
         try:
             changed |= await _set(link, now, wanted, (name,))

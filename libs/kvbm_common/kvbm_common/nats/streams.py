@@ -27,7 +27,7 @@ CONSUMER_IDLE_S = 300.0
 """A consumer without a listener ends after this time, also a durable one. A shorter time would
 refuse the ordered consumers of NATS's own clients, which ask for so much."""
 PARTITION_PREFIX = "kvbm.v1.partition"
-"""Behind it: how many partitions there are, which one this is, host, source and kind."""
+"""After it: how many partitions there are, which one this is, host, source and kind."""
 FNV_BASIS, FNV_PRIME = 2_166_136_261, 16_777_619
 """The numbers of FNV-1a in 32 bits, by which nats-server numbers partitions."""
 REGISTRY_BUCKET = "kvbm-registry"
@@ -36,7 +36,8 @@ IMAGES_BUCKET = "KVBM_INDEX"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec:
-    """The limits and rules of a stream. The oldest messages go first when a limit is reached."""
+    """The limits and rules of a stream. When a limit is reached, the oldest messages go first as a
+    rule."""
 
     name: str
     subjects: tuple[str, ...]
@@ -45,6 +46,11 @@ class StreamSpec:
     duplicate_window_s: float = 120.0
     per_subject_max: int = -1
     """Messages kept per subject; 1 makes a stream of last values (a KV bucket)."""
+    message_max: int = -1
+    """Bytes of a message with its headers; -1: as many as the server takes. A stream with this
+    bound has it set again, and `refuses`."""
+    refuses: bool = False
+    """True: messages that do not fit are refused, and others stay. Else the oldest go."""
     rolls_up: bool = False
     """A message may replace all before it on its subject, as in an object store."""
     permanent: bool = False
@@ -62,7 +68,7 @@ class StreamSpec:
 
     @property
     def first_mark(self) -> bytes:
-        """How the headers of a message begin whose first one is the mark."""
+        """Return the first bytes of headers whose first one is the mark."""
         return _VERSION + self._mark
 
     @property
@@ -89,7 +95,7 @@ class StreamSpec:
             "name": self.name,
             "subjects": list(self.subjects),
             "retention": "limits",
-            "discard": "old",
+            "discard": "new" if self.refuses or self.rolls_up else "old",
             "storage": "file",
             "num_replicas": self.replicas,
             "max_bytes": self.bytes_max,
@@ -107,7 +113,9 @@ class StreamSpec:
             config |= {"deny_delete": True, "allow_direct": True}
         if self.rolls_up:
             # Refusing what does not fit leaves what is there whole, as `nats object` does.
-            config |= {"allow_rollup_hdrs": True, "allow_direct": True, "discard": "new"}
+            config |= {"allow_rollup_hdrs": True, "allow_direct": True}
+        if self.message_max > 0:
+            config["max_msg_size"] = self.message_max
         if self.permanent:
             config |= {"deny_delete": True, "deny_purge": True}
         if self.zones:
@@ -142,9 +150,13 @@ AUDIT = StreamSpec(
     subjects=(f"{AUDIT_SUBJECT_PREFIX}.>",),
     bytes_max=64 * 1024 * 1024,
     age_max_s=90 * 24 * 3600,
+    message_max=10 * 1024,
+    refuses=True,
     permanent=True,
 )
-"""A quarter of a year, or some ten thousand changes."""
+"""A quarter of a year, or some hundred thousand changes. An entry has 4 KiB of request, and as much
+of reply, escaped as JSON. A full stream takes no more, so that no flood erases anything. It has no
+limit per subject: JetStream can be made to write to any, and would push out the entries there."""
 
 REGISTRY = StreamSpec(
     name=f"KV_{REGISTRY_BUCKET}",
@@ -152,9 +164,13 @@ REGISTRY = StreamSpec(
     bytes_max=16 * 1024 * 1024,
     age_max_s=3600,
     per_subject_max=1,
+    message_max=16 * 1024,
+    refuses=True,
 )
 """Entries are renewed all the time, so what is an hour old has no living owner. 16 MiB hold some
-ten thousand services."""
+ten thousand services. An entry has 250 to 600 bytes; one of a host tier names the sockets of all on
+its host, 150 bytes each, and 64 of them fit. A full bucket takes no new name, and still
+renews those that it has."""
 
 
 def object_bucket(bucket: str, *, bytes_max: int) -> StreamSpec:

@@ -25,7 +25,7 @@ CONCURRENT_MAX = 256
 """Requests of one subject that are served at the same time; more are answered `busy`."""
 
 INBOXES = ("_INBOX.", "_R_.")
-"""What subjects of answers begin with; the second are those of requests from other accounts."""
+"""The first tokens of answers' subjects; the second are of requests from other accounts."""
 
 VerbHandler = Callable[[bytes], Awaitable[bytes]]
 """Takes the payload of a request and gives that of the reply; a KvbmError becomes the reply."""

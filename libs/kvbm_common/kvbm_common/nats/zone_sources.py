@@ -1,7 +1,7 @@
 """Sources of a fleet's streams: how long each zone was silent, and a new try where one hangs.
 
 nats-server asks a zone that did not answer again after half a minute, and then less and less often,
-up to 150 s. A source that is taken away and given back is asked at once. It goes on behind the last
+up to 150 s. A source that is taken away and given back is asked at once. It goes on after the last
 message that the fleet's stream has of it.
 """
 
@@ -23,7 +23,7 @@ PATIENCE_S = 2.0
 AGAIN_S = 30.0
 """Between two tries of ours with one source."""
 ANSWER_S = 1.0
-"""How long a zone may take to say that it has the stream."""
+"""The time that a zone may take to say that it has the stream, in seconds."""
 
 _log = logging.getLogger(__name__)
 

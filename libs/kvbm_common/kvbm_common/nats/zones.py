@@ -31,10 +31,10 @@ NEVER_CROSS = (
     verb_subject("index", "*"),
     f"kvbm.v1.{INDEX_GROUP}.>",
 )
-"""What stays on its side of a link: what streams take, and questions that any index answers."""
+"""Subjects that stay on their side of a link: of streams, and questions that any index answers."""
 
 SENT_BY_ZONES = ("kvbm.v1.>", "$SRV.>", "_INBOX.>", "$JS.S.>", "$JSC.R.>")
-"""What the fleet takes from a zone: verbs, answers, and what its sources deliver."""
+"""Subjects that the fleet takes from a zone: verbs, answers, and what its sources deliver."""
 
 
 def sent_to_zone(zone: str) -> tuple[str, ...]:

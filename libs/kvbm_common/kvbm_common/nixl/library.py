@@ -23,8 +23,8 @@ IN_FLIGHT_COUNT_MAX = 64
 POSIX_IO_COUNT_MAX = 16_384
 # 16 to 1,024 measured alike (1 MiB and 64 KiB, O_DIRECT); NIXL's default.
 POSIX_KERNEL_QUEUE = 256
-# A transfer takes one batch of GDS at least, and one too many is an error: as many as may fly,
-# and as many draining.
+# A transfer takes one batch of GDS at least, and one too many is an error: as many as may be in
+# flight, and as many draining.
 GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
 NET_DEVICES = "UCX_NET_DEVICES"
 _setting_devices = threading.Lock()

@@ -148,7 +148,7 @@ class MoverThread:
     def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> Future[None]:
         """Have so many bytes in flight from files, and to files, and the rest wait here: one that
         ends makes way for the next without another thread. One transfer of each direction always
-        may fly. None: no limit."""
+        may be in flight. None: no limit."""
         return self._call(
             lambda pump: pump.limit_files(read_bytes=read_bytes, written_bytes=written_bytes)
         )
@@ -170,7 +170,8 @@ class MoverThread:
 
     @property
     def attends(self) -> bool:
-        """Whether it stands ready for peers that read from here: so until the first `attend`."""
+        """Tell whether the thread stands ready for peers that read from here, as it does until the
+        first `attend`."""
         return time.monotonic() < self._attends_until
 
     def metadata(self) -> Future[bytes]:

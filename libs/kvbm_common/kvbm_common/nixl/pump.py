@@ -20,12 +20,12 @@ from kvbm_common.nixl.library import (
     add_agent,
     answer_peers,
     api,
-    bindings,
     defaults_of,
     network_devices,
     prepare_object_plugin,
 )
 from kvbm_common.nixl.spans import Registration, Spans
+from kvbm_common.nixl.transfer_errors import failure_of, proves_end
 from kvbm_common.nixl.transfer_queue import Transfer, TransferQueue
 from kvbm_common.nixl.transfers import (
     BadPeerMetadata,
@@ -58,7 +58,7 @@ OBJECT_PAUSE_S = 0.001
 
 DONE = "done"
 Outcome = str | Exception
-"""How a transfer has ended: DONE, or NIXL's error."""
+"""The end of a transfer: DONE, or NIXL's error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class Pump:
             with network_devices(backend):
                 self._agent.create_backend(backend, parameters.get(backend) or defaults_of(backend))
         self.ring_fd = only_new_ring(others) if only_files else None
-        """Where the kernel says when an I/O has ended; None: polls find it."""
+        """The descriptor on which the kernel signals the end of an I/O; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
         self._serves = self._spins = "UCX" in backends
         self._quiet_poll_s = quiet_poll_s
@@ -107,11 +107,11 @@ class Pump:
 
     @property
     def pause_s(self) -> float | None:
-        """How long to wait for a job before the next poll; None: there is nothing to poll."""
+        """The time to wait for a job before the next poll; None: there is nothing to poll."""
         if self._queue.in_flight_count:
             pauses = not self._spins or time.monotonic() - self._last_event > SPIN_S
             return self._busy_pause_s if pauses else 0.0
-        if self._queue.flights or self._queue.waiting:
+        if self._queue.posted or self._queue.waiting:
             return IDLE_POLL_S
         if not self._serves:
             return None
@@ -139,7 +139,7 @@ class Pump:
         anything has ended."""
         now = time.monotonic()
         ended = [
-            (one, outcome) for one in self._queue.flights if (outcome := self._ask(one)) is not None
+            (one, outcome) for one in self._queue.posted if (outcome := self._ask(one)) is not None
         ]
         for transfer, _ in ended:
             self._take_out(transfer)
@@ -148,7 +148,7 @@ class Pump:
             self._start(following)
         for transfer, outcome in ended:
             self._land(transfer, outcome)
-        for transfer in self._queue.flights:
+        for transfer in self._queue.posted:
             if transfer.settling is None and now > transfer.deadline:
                 self._timeouts += 1
                 self._drain(transfer, TransferTimeout, "the deadline passed in flight")
@@ -161,10 +161,10 @@ class Pump:
         """Fail everything, drain until `close_by`, and end the agent."""
         while self._queue.waiting:
             self._refuse(self._queue.waiting.popleft(), MoverClosed("the mover was closed"))
-        for transfer in self._queue.flights:
+        for transfer in self._queue.posted:
             if transfer.settling is None:
                 self._drain(transfer, MoverClosed, "the mover was closed in mid-transfer")
-        while self._queue.flights and time.monotonic() < close_by:
+        while self._queue.posted and time.monotonic() < close_by:
             self.poll()
             time.sleep(PAUSE_S)
         self._destroy()
@@ -174,7 +174,7 @@ class Pump:
         return registration
 
     def deregister(self, registration: Registration) -> None:
-        for transfer in self._queue.flights:
+        for transfer in self._queue.posted:
             if transfer.local.touch(registration) or transfer.remote.touch(registration):
                 raise MoverBusy(f"a transfer still uses {registration}")
         descriptors = self._agent.get_reg_descs([_row_of(registration)], registration.kind)
@@ -213,7 +213,7 @@ class Pump:
         for transfer in [t for t in self._queue.waiting if t.peer == name]:
             self._queue.waiting.remove(transfer)
             self._refuse(transfer, PeerLost(f"{name} was removed"))
-        for transfer in self._queue.flights:
+        for transfer in self._queue.posted:
             if transfer.peer == name and transfer.settling is None:
                 self._drain(transfer, PeerLost, f"{name} was removed in mid-transfer")
         self._forget_if_settled(name)
@@ -241,7 +241,7 @@ class Pump:
         if not transfer.future.set_running_or_notify_cancel():
             self._finished()
             return
-        self._queue.add_flight(transfer)
+        self._queue.note_posted(transfer)
         self._last_event = transfer.posted = time.monotonic()
         outcome: Outcome | None
         try:
@@ -278,7 +278,7 @@ class Pump:
 
     def _take_out(self, transfer: Transfer) -> None:
         """Remove a transfer that NIXL has ended: another one has room."""
-        self._queue.remove_flight(transfer)
+        self._queue.note_ended(transfer)
         self._last_event = transfer.ended = time.monotonic()
 
     def _drain(self, transfer: Transfer, kind: type[TransferError], reason: str) -> None:
@@ -298,14 +298,16 @@ class Pump:
     def _land(self, transfer: Transfer, outcome: Outcome) -> None:
         """Tell how a transfer that is taken out has ended."""
         error = outcome if isinstance(outcome, Exception) else None
-        proven = error is None or self._proves_end(transfer, error)
+        proven = error is None or proves_end(
+            self._agent, transfer, error, file_errors_prove=self._file_errors_prove
+        )
         settling = transfer.settling
         if settling is not None:
             pass  # The caller has heard.
         elif error is not None:
             settling = None if proven else Future()
             self._failures += 1
-            transfer.future.set_exception(self._explain(transfer, error, settling))
+            transfer.future.set_exception(failure_of(self._agent, transfer, error, settling))
         else:
             self._transfers_done += 1
             self._bytes_moved += transfer.local.bytes
@@ -327,32 +329,8 @@ class Pump:
             settling.set_result(None)
         self._finished()
 
-    def _proves_end(self, transfer: Transfer, error: Exception) -> bool:
-        """Return whether nothing can be written any more: see `mover_thread.py`."""
-        never_posted = transfer.handle is None
-        # A file's error comes after its last I/O, an object's after its only request.
-        kind = transfer.remote.kind
-        local = kind == "OBJ" or (kind == "FILE" and self._file_errors_prove)
-        return never_posted or local or self._is_lost(transfer.peer, error)
-
-    def _is_lost(self, peer: str, error: Exception) -> bool:
-        if isinstance(error, bindings.nixlRemoteDisconnectError):
-            return True
-        # One failed transfer makes NIXL forget the peer; the others then do not find it.
-        return isinstance(error, bindings.nixlNotFoundError) and not (
-            self._agent.check_remote_metadata(peer)
-        )
-
-    def _explain(
-        self, transfer: Transfer, error: Exception, settling: Future[None] | None
-    ) -> TransferError:
-        what = f"{transfer.operation} of {transfer.local.bytes} bytes, {transfer.local.count} spans"
-        if transfer.remote.kind not in ("FILE", "OBJ") and self._is_lost(transfer.peer, error):
-            return PeerLost(f"{what}: {transfer.peer} is gone ({error})", settling)
-        return TransferFailed(f"{what}: {error}", settling)
-
     def _forget_if_settled(self, peer: str) -> None:
-        if peer in self._leaving and all(flight.peer != peer for flight in self._queue.flights):
+        if peer in self._leaving and all(one.peer != peer for one in self._queue.posted):
             with contextlib.suppress(*NIXL_ERRORS):
                 self._agent.remove_remote_agent(peer)
             self._leaving.pop(peer).set_result(None)
@@ -368,7 +346,7 @@ class Pump:
 
     def _destroy(self) -> None:
         """End the agent, which settles UCX: its worker and connections are gone."""
-        survivors, self._queue.flights = self._queue.flights, []
+        survivors, self._queue.posted = self._queue.posted, []
         if any(transfer.remote.kind == "OBJ" for transfer in survivors):
             _leak(self._agent, *(transfer.handle for transfer in survivors))
         for transfer in survivors:

@@ -1,4 +1,4 @@
-"""Transfers on their way through the mover: which wait, in which order they start, how many fly.
+"""The transfer queue: which transfers of the mover wait, and which one starts next.
 
 Like the pump, it is called by the mover's thread only.
 """
@@ -50,7 +50,7 @@ class TransferQueue:
 
     def __init__(self) -> None:
         self.waiting: deque[Transfer] = deque()
-        self.flights: list[Transfer] = []  # In flight and draining.
+        self.posted: list[Transfer] = []  # In flight and draining.
         self.draining = 0
         self._file_ios = 0
         self._file_bytes = {"READ": 0, "WRITE": 0}
@@ -59,7 +59,7 @@ class TransferQueue:
     @property
     def in_flight_count(self) -> int:
         """Return how many transfers NIXL has that may still succeed."""
-        return len(self.flights) - self.draining
+        return len(self.posted) - self.draining
 
     def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> None:
         """Have at most so many bytes of each direction in flight to files; None: no limit."""
@@ -77,15 +77,15 @@ class TransferQueue:
             self.waiting.remove(candidate)
         return candidate
 
-    def add_flight(self, transfer: Transfer) -> None:
-        """Count a transfer that NIXL gets now."""
-        self.flights.append(transfer)
+    def note_posted(self, transfer: Transfer) -> None:
+        """Count a transfer that is posted to NIXL now."""
+        self.posted.append(transfer)
         self._file_ios += transfer.file_ios
         self._file_bytes[transfer.operation] += transfer.file_bytes
 
-    def remove_flight(self, transfer: Transfer) -> None:
+    def note_ended(self, transfer: Transfer) -> None:
         """Give back the room of a transfer that NIXL has ended."""
-        self.flights.remove(transfer)
+        self.posted.remove(transfer)
         self._file_ios -= transfer.file_ios
         self._file_bytes[transfer.operation] -= transfer.file_bytes
         self.draining -= transfer.settling is not None
@@ -113,7 +113,7 @@ class TransferQueue:
         return self._file_ios + transfer.file_ios <= POSIX_IO_COUNT_MAX
 
     def _is_within_limit(self, transfer: Transfer) -> bool:
-        """Tell whether its direction has room. One transfer may always fly, however large."""
+        """Tell whether its direction has room. One may always start, however large."""
         limit = self._file_bytes_max[transfer.operation]
-        flying = self._file_bytes[transfer.operation]
-        return limit is None or not flying or flying + transfer.file_bytes <= limit
+        in_flight = self._file_bytes[transfer.operation]
+        return limit is None or not in_flight or in_flight + transfer.file_bytes <= limit

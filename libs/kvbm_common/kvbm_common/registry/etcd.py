@@ -30,8 +30,8 @@ from kvbm_common.registry.etcd_client import (
     CALL_DEADLINE_S,
     Change,
     Compacted,
-    Entry,
     EtcdClient,
+    EtcdEntry,
     Watch,
 )
 from kvbm_common.registry.presence import Presence
@@ -81,7 +81,8 @@ class EtcdRegistry(WatchedRegistry):
         self._presence = Presence(grace_s=BACKOFF_S[-1], warn=_log.warning)
         self._listed = asyncio.Event()
         self._created: bytes | None = None
-        """Which store the position belongs to; None: list before the next watch."""
+        """The identity of the store that the position belongs to; None: list before the next
+        watch."""
         self._position = 0
         self._tries = 0
 
@@ -231,7 +232,7 @@ class EtcdRegistration(HeldEntry):
     def _key(self) -> str:
         return f"{SERVICES}{self._record.key}"
 
-    async def _put(self, payload: bytes, revision: int) -> Entry | None:
+    async def _put(self, payload: bytes, revision: int) -> EtcdEntry | None:
         return await self._client.put_if(self._key, revision, self._key, payload, lease=self._lease)
 
     async def _beat(self) -> None:
@@ -274,7 +275,7 @@ async def _begin_life(client: EtcdClient, key: str) -> int:
     raise RegistryUnavailable("others keep changing when the registry was created")
 
 
-async def _ensure_created(client: EtcdClient, *, floor: int = 0) -> tuple[Entry, int]:
+async def _ensure_created(client: EtcdClient, *, floor: int = 0) -> tuple[EtcdEntry, int]:
     """Return when the store was made, and its revision: together no less than `floor`."""
     for _ in range(TRIES_MAX):
         reading = await client.get(CREATED)
@@ -287,7 +288,7 @@ async def _ensure_created(client: EtcdClient, *, floor: int = 0) -> tuple[Entry,
     raise RegistryUnavailable("others keep changing when the registry was created")
 
 
-def _record_of(entry: Entry | None) -> ServiceRecord | None:
+def _record_of(entry: EtcdEntry | None) -> ServiceRecord | None:
     """Return the service of an entry; None for no entry, one that says goodbye, or rubbish."""
     if entry is None:
         return None

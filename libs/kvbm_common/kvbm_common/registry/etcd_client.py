@@ -65,7 +65,7 @@ class _ConnectionLost(RegistryUnavailable):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EtcdEntry:
     """A key with its value, and the revision that wrote it."""
 
     key: str
@@ -74,14 +74,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class EtcdReading:
     """The entries under a key or a prefix when the store was at a revision."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[EtcdEntry, ...]
     revision: int
 
     @property
-    def entry(self) -> Entry | None:
+    def entry(self) -> EtcdEntry | None:
         """The only one, if there is one."""
         return self.entries[0] if self.entries else None
 
@@ -163,23 +163,23 @@ class EtcdClient:
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="etcd")
         self._watch_thread = ThreadPoolExecutor(1, thread_name_prefix="etcd watch")
 
-    async def get(self, key: str) -> Reading:
+    async def get(self, key: str) -> EtcdReading:
         """Read a key; raises RegistryUnavailable."""
         return await self._call(lambda client: _reading(client.get_response(key)))
 
-    async def list(self, prefix: str) -> Reading:
+    async def list(self, prefix: str) -> EtcdReading:
         """Read all keys under a prefix; raises RegistryUnavailable."""
         return await self._call(lambda client: _reading(client.get_prefix_response(prefix)))
 
     async def put_if(
         self, guard: str, guard_revision: int, key: str, value: bytes, *, lease: int = 0
-    ) -> Entry | None:
+    ) -> EtcdEntry | None:
         """Write a key if `guard` is still as that revision left it (0: not there), else None.
 
         Raises RegistryUnavailable; then it may have happened or not.
         """
 
-        def put(client: Any) -> Entry | None:
+        def put(client: Any) -> EtcdEntry | None:
             terms = client.transactions
             succeeded, answers = client.transaction(
                 compare=[terms.mod(guard) == guard_revision],
@@ -189,7 +189,7 @@ class EtcdClient:
             if not succeeded:
                 return None
             ((written, metadata),) = answers[1]
-            return Entry(key, written, metadata.mod_revision)
+            return EtcdEntry(key, written, metadata.mod_revision)
 
         return await self._call(put)
 
@@ -329,11 +329,11 @@ def _text_of(path: Path | None) -> str | None:
     return str(path) if path is not None else None
 
 
-def _reading(response: Any) -> Reading:
+def _reading(response: Any) -> EtcdReading:
     entries = tuple(
-        Entry(kv.key.decode(errors="replace"), kv.value, kv.mod_revision) for kv in response.kvs
+        EtcdEntry(kv.key.decode(errors="replace"), kv.value, kv.mod_revision) for kv in response.kvs
     )
-    return Reading(entries, response.header.revision)
+    return EtcdReading(entries, response.header.revision)
 
 
 def _text(error: BaseException) -> str:

@@ -58,7 +58,7 @@ class NatsRegistration(HeldEntry):
         self._own_ttl_s = record.ttl_s
         self._every_s = _heartbeat_s(record.ttl_s / MISSED_BEATS)
         self._woken = asyncio.Event()
-        """Whether the entry may have to be written again."""
+        """An event that is set when the entry may have to be written again."""
         self._held: set[NatsRegistration] = set()
         self._undeleted: set[NatsRegistration] = set()
         """Entries that have left while the registry was away, or were written and not acknowledged:
@@ -73,7 +73,7 @@ class NatsRegistration(HeldEntry):
             holder._held.add(self)
         self._forget_reconnect = link.on_reconnect(self._woken.set)
         self.has_left = False
-        """Whether its heartbeats have ended, though its process may live on."""
+        """True if its heartbeats have ended, though its process may live on."""
 
     async def stop(self) -> None:
         """End the heartbeats without leaving."""

@@ -64,9 +64,10 @@ it is a heartbeat that wakes it. It looks at the very moment when an entry's tim
 SWEEP_S_MIN = 0.01
 """The shortest pause between two looks."""
 IDLE_PER_TTL = 0.34
-"""How often an idle stream says so: a little less often than heartbeats come."""
+"""The pause between two messages of an idle stream, as a part of the time to live. Its messages
+come a little less often than heartbeats."""
 LATE_PER_TTL, LATE_S_MAX = 0.1, 0.5
-"""How late it may look, or hear that the stream is idle, before no one's silence counts."""
+"""The delay of a look, or of an idle stream's message, from which on no one's silence counts."""
 _log = OncePerKind(logging.getLogger(__name__))
 
 
@@ -82,12 +83,12 @@ class NatsRegistry(WatchedRegistry):
         self._payloads: dict[str, bytes] = {}
         """The entries as they were read: most heartbeats repeat them."""
         self._seen_s: dict[str, float] = {}
-        """When an entry was heard, by this reader's clock."""
+        """Key → the time when its entry was heard last, by this reader's clock."""
         self._alone_ttl_s: dict[str, float] = {}
         """The time to live of held entries whose holder is not there: what the holder's was."""
         self._swept_s = time.monotonic()
         self._look_in_s = self._sweep_every_s
-        """How long after that it wants to look again, at the latest."""
+        """The time from `_swept_s` to the next look, at the latest."""
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._lapsed: dict[str, tuple[ServiceRecord, float]] = {}
         """Held entries that expired, and when: they come back with their holder, and are forgotten

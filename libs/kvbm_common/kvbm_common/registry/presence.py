@@ -48,7 +48,7 @@ class Entry:
     record: ServiceRecord
     state: PresenceState
     believed_s: float = math.inf
-    """When to believe it that the entry is gone, while it is MISSING."""
+    """The time from which a MISSING entry counts as gone."""
 
 
 class Presence:
@@ -58,7 +58,7 @@ class Presence:
         """Begin without entries. `warn` takes a kind of trouble and a text."""
         self._warn = warn
         self._grace_s = grace_s
-        """How long an owner may need to find the registry once it is back."""
+        """The time that an owner may need to find the registry once it is back."""
         self._entries: dict[str, Entry] = {}
         self._contact_s = math.inf
         """Since when the registry answers; infinite during an outage."""

@@ -28,10 +28,10 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock, for people."""
     ttl_s: float
     info: dict[str, str | int | float | bool | None] = {}
-    """What its peers need: endpoints, sizes, names."""
+    """Facts that peers of the service need: endpoints, sizes, names."""
 
     reads_packed: bool = False
-    """Whether it reads packed events. Releases before them say nothing."""
+    """True if the service reads packed events. Releases before them say nothing."""
 
     held_by: str = ""
     """The key of another entry of the same process, whose heartbeats speak for this one; empty: it
@@ -44,7 +44,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A digest that tells running kernels apart. Releases before them say nothing."""
 
     machine_name: str = ""
-    """What that machine, or container, calls itself: for people."""
+    """The name that the machine, or container, has for itself: for people."""
 
     @property
     def key(self) -> str:

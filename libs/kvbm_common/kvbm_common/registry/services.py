@@ -28,7 +28,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAME_MAX = 64
 """Characters of a machine's name: longer ones are cut."""
 LIST_DEADLINE_S = 3.0
-"""How long the first reading of a registry may take."""
+"""The deadline of the first reading of a registry, in seconds."""
 FAILURES = "registry_callback_failures_total"
 """Events that a callback could not take."""
 

@@ -35,7 +35,7 @@ class FairQueue(Generic[Item]):
 
     @property
     def lanes(self) -> int:
-        """How many lanes are known."""
+        """The number of lanes that are known."""
         return len(self._lanes)
 
     def depth(self, lane: Hashable) -> int:
@@ -43,7 +43,7 @@ class FairQueue(Generic[Item]):
         return len(self._lanes.get(lane, ()))
 
     def append(self, item: Item, lane: Hashable) -> None:
-        """Queue an item behind those of its lane."""
+        """Queue an item after those of its lane."""
         self._count += 1
         queued = self._lanes.get(lane)
         if queued is not None:

@@ -20,7 +20,7 @@ OTHER = "other"
 CORRUPT_MAX = 16
 """Wrong blocks that are named at a time; each has a story, too."""
 IDS = ("kind", "request", "engine", "lookup", "block", "trace")
-"""What a line may be about: a limiter's kind, an engine's request, a block by its hash, …"""
+"""Keys of a line's subjects: a limiter's kind, an engine's request, a block by its hash, …"""
 
 
 class TextFormatter(logging.Formatter):
@@ -72,15 +72,6 @@ def set_up(source: str, level: str, form: str = "text") -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # The client's own lines repeat ours, once per attempt.
     logging.getLogger("nats").setLevel(logging.CRITICAL)
-    logging.getLogger("asyncio").addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Tell whether a line of asyncio says something.
-
-    The client's streams begin without TLS, and asyncio warns at the end of each encrypted one.
-    """
-    return "returning true from eof_received()" not in record.msg
 
 
 def corrupt(logger: logging.Logger, hashes: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from kvbm_common.wire.bounds import Fill
 BURST_MAX = 128
 """Steps before other tasks get their turn: about 1 ms of core work."""
 BURST_MS = 2
-"""How long others may wait for their turn, beside the step that is being taken."""
+"""The longest wait of other tasks for their turn, beside the step that is being taken."""
 TURNS = 2
 """Turns of the event loop that an async effect gets before the next step: in the first it asks, in
 the second the NATS client sends. So its request leaves before the next step runs."""
@@ -154,9 +154,9 @@ class CoreLoop(Generic[Input, Effect]):
         if self._waiting is None:
             self._wake.set()
         elif self.depth:
-            flying = self._in_flight
+            in_flight_before = self._in_flight
             self._turns = self._burst(self._waiting)
-            if self.depth or self._in_flight > flying:
+            if self.depth or self._in_flight > in_flight_before:
                 self._waiting = None
                 self._wake.set()
 
@@ -179,7 +179,7 @@ class CoreLoop(Generic[Input, Effect]):
         self._signal()
 
     async def wait_idle(self, *, deadline_s: float) -> None:
-        """Wait until no input waits and no effect flies; raises DeadlineExceeded."""
+        """Wait until no input waits and no effect is in flight; raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._idle.wait()
@@ -212,7 +212,7 @@ class CoreLoop(Generic[Input, Effect]):
 
         An input may be a batch of many events.
         """
-        until_ms, flying = self._now_ms() + BURST_MS, self._in_flight
+        until_ms, in_flight_before = self._now_ms() + BURST_MS, self._in_flight
         for _ in range(BURST_MAX):
             if self._completions:
                 event = self._completions.popleft()
@@ -229,13 +229,13 @@ class CoreLoop(Generic[Input, Effect]):
             now_ms = self._now_ms()
             for effect in self.core.step(event, now_ms):
                 self._start(effect, tasks)
-            if now_ms >= until_ms or self._in_flight > flying:
+            if now_ms >= until_ms or self._in_flight > in_flight_before:
                 break
         if self._in_flight == 0 and self.depth == 0:
             self._idle.set()
         if not self._hurry.is_set() and not self._is_quiet():
             self._hurry.set()
-        return TURNS if self._in_flight > flying else 1
+        return TURNS if self._in_flight > in_flight_before else 1
 
     def _start(self, effect: Effect, tasks: asyncio.TaskGroup) -> None:
         outcome = self._carry_out(effect)

@@ -38,9 +38,9 @@ class MissingMount:
 
     store: Path
     last: Path
-    """Where its disk was mounted."""
+    """The path at which the store's disk was mounted."""
     now: Path
-    """Where the disk is mounted that would be filled instead."""
+    """The path at which the disk is mounted that would be filled instead."""
 
     @property
     def found(self) -> str:

@@ -23,8 +23,10 @@ _APART = 14_071
 _STEP = 101
 """Between two ports of a process, which may open a few more above each; a prime, so that no port
 comes twice."""
+LOCK_ATTEMPTS = 100
+"""Attempts at a lock whose file its holder removes at that moment."""
 _numbers: dict[int, itertools.count[int]] = {}
-"""By process: a fork has numbers of its own."""
+"""Process id → its numbers: a fork has numbers of its own."""
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _PR_SET_PDEATHSIG = 1
@@ -58,19 +60,42 @@ class LockTaken(KvbmError):
 
 
 def take_lock(path: Path) -> TextIO:
-    """Lock this file for this process alone, as long as it is open; raises LockTaken."""
-    lock = path.open("a+")  # It is held, not read.
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "?"
+    """Lock this file for this process alone, as long as it is open; raises LockTaken.
+
+    Its holder may remove the file: a lock on one that is gone would keep no other process out.
+    """
+    for _ in range(LOCK_ATTEMPTS):
+        lock = path.open("a+")  # It is held, not read.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "?"
+            lock.close()
+            raise LockTaken(path, holder) from error
+        if _is_at(path, os.fstat(lock.fileno())):
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            return lock
         lock.close()
-        raise LockTaken(path, holder) from error
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
+    raise LockTaken(path, "?")
+
+
+def remove_own(path: Path, status: os.stat_result) -> None:
+    """Remove a file that is still open here, unless another process has put its own there.
+
+    An open file or socket keeps its inode, so that another one has a number of its own.
+    """
+    if _is_at(path, status):
+        path.unlink(missing_ok=True)
+
+
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), status)
+    except FileNotFoundError:
+        return False
 
 
 def free_port(address: str = "127.0.0.1", *, also_above: int = 0) -> int:

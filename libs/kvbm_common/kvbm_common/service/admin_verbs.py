@@ -29,7 +29,7 @@ from kvbm_common.wire.operator_verbs import OPERATOR_VERBS, SERVICES, OperatorVe
 from kvbm_common.wire.verbs import ErrorBody
 
 TURN_S = 0.5
-"""How long the core takes step after step of a removal or a resize for one request."""
+"""The time in which the core takes step after step of a removal or a resize for one request."""
 
 _log_level: JsonCodec[LogLevelRequest] = JsonCodec(LogLevelRequest)
 _remove_reply: JsonCodec[RemoveReply] = JsonCodec(RemoveReply)
@@ -83,6 +83,7 @@ async def _resize(ask: Ask, verb: str, request: ResizeRequest) -> bytes:
         if not reply.more or evicted >= STEP_BLOCKS_MAX or time.monotonic() >= until_s:
             whole = msgspec.structs.replace(reply, evicted=evicted, was=first.was)
             return msgspec.json.encode(whole)
+        request = msgspec.structs.replace(request, goes_on=True)
 
 
 async def answer_log_level(payload: bytes) -> bytes:

@@ -22,6 +22,10 @@ from kvbm_common.wire.codec import UNREADABLE
 
 TEXT_MAX = 4096
 """Characters of a request or reply that are kept: a thousand hashes are not worth more."""
+ACTOR_MAX = 128
+"""Characters of the name that is kept; a longer one is refused where the verb reads it."""
+ENTRY_MAX = AUDIT.message_max - 256
+"""Bytes of an entry: beside it a message has one header."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +77,7 @@ class Audit:
         _log.info("%s by %s: %s", verb, entry.actor or "an unnamed operator", outcome)
         subject = audit_subject(self._kind, self._host, self._instance)
         try:
-            await self._store(subject, audit_codec.encode(entry))
+            await self._store(subject, encoded(entry))
         except KvbmError as error:
             self._failures.inc()
             _log.error("a change was not written to the audit stream: %s: %s", error, entry)
@@ -87,12 +91,24 @@ class Audit:
             await publish_acknowledged(self._bus, AUDIT, subject, payload)
 
 
+def encoded(entry: Audited) -> bytes:
+    """Encode an entry. One of characters that JSON escapes is cut until the stream takes it."""
+    kept = TEXT_MAX
+    while len(payload := audit_codec.encode(entry)) > ENTRY_MAX:
+        kept //= 2
+        assert kept > 0, "the rest of an entry is short"
+        entry = msgspec.structs.replace(
+            entry, request=entry.request[:kept], reply=entry.reply[:kept]
+        )
+    return payload
+
+
 def _text(payload: bytes) -> str:
     return payload[:TEXT_MAX].decode(errors="replace")
 
 
 def _actor(payload: bytes) -> str:
     try:
-        return msgspec.json.decode(payload, type=_Actor).actor
+        return msgspec.json.decode(payload, type=_Actor).actor[:ACTOR_MAX]
     except UNREADABLE:
         return ""

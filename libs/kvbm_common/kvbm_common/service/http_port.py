@@ -25,6 +25,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import msgspec
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
 
+from kvbm_common.access.addresses import host_of
 from kvbm_common.access.http_access import HIDDEN, Access, bearer_of, service_access
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
@@ -38,14 +39,14 @@ CLIENT_DEADLINE_S = 5.0
 CROWDED_DEADLINE_S = 1.0
 """The deadline while `CLIENTS_MAX` are connected: silent clients make room for a probe."""
 LOOP_DEADLINE_S = 0.8
-"""How long the event loop may take to say something. A kubelet waits 1 s for an answer."""
+"""The deadline for an answer of the event loop, in seconds. A kubelet waits 1 s for an answer."""
 COLLECT_EVERY_S = 0.1
 """Scrapes that come closer together than this get the same figures."""
 BEAT_S = 1.0
 SILENT_S = 10.0
 """An event loop that has had no turn for so long counts as dead: no step of a core takes 1 s."""
 POLL_S = 0.25
-"""How often connections are looked through; stopping takes as long."""
+"""The pause between two looks at the connections; stopping takes as long."""
 STOP_DEADLINE_S = 1.0
 BACKLOG = 16
 
@@ -182,7 +183,8 @@ class HttpPort:
 
     def _is_told(self, environ: dict[str, Any]) -> bool:
         """Tell whether a request may have figures and reasons."""
-        return self._access.may("scrape", bearer_of(environ.get("HTTP_AUTHORIZATION", "")))
+        token = bearer_of(environ.get("HTTP_AUTHORIZATION", ""))
+        return self._access.may_by("scrape", token, host_of(f"//{environ.get('HTTP_HOST', '')}"))
 
     def _readyz(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         reasons = self._in_loop(self._reasons)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 QUEUE_SPANS_MAX = 2_048
 CLOSE_MS = 1_000
-"""How long the last spans may take when a service ends."""
+"""The time that the last spans may take when a service ends."""
 STANDARD = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 Attributes = Mapping[str, str | int]

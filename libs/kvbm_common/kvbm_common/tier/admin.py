@@ -13,7 +13,7 @@ from kvbm_common.checksum import unpack_sums
 from kvbm_common.eviction import POLICIES
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tier.diary import Diary
-from kvbm_common.tier.leases import Lease, LeaseTable
+from kvbm_common.tier.leases import PIN, Lease, LeaseTable
 from kvbm_common.tier.removal import REMOVED_MAX, Removal
 from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.admin import (
@@ -42,15 +42,13 @@ from kvbm_common.wire.admin import (
 from kvbm_common.wire.bounds import Fill
 from kvbm_common.wire.verbs import ErrorBody
 
-PIN = "pin"
-"""The reason of the leases that pins are."""
 PINNED_PART_MAX = 0.5
 """The part of the medium that pins may hold: a tier that can evict nothing takes nothing."""
 REASON = "admin"
 """The reason in the events that tell what has left."""
 REMOVALS_MAX = 8
 """Selections that are removed at the same time: each takes up to 24 bytes a slot, and 130 for each
-block that is behind a prefix."""
+block that is after a prefix."""
 MOVED_MAX = 1_024
 """Slots that one step of a resize takes out of use, or puts back: 7 µs each on a busy machine."""
 REMOVAL_IDLE_MS = 5_000
@@ -89,6 +87,8 @@ class TierAdmin:
         self._tier = tier
         self._leases = leases
         self._removals = Removals()
+        self._goal = 0
+        """The slots that the newest resize wants; 0: there was none yet."""
 
     def answer(self, verb: str, request: TierRequest, now_ms: int) -> TierReply | ErrorBody:
         """Carry out a verb; raises IdentityError for an invalid hash."""
@@ -111,11 +111,25 @@ class TierAdmin:
                 was, tier.draining = tier.draining, verb == "drain"
                 return DrainReply(draining=tier.draining, was=was)
             case ResizeRequest():
-                return _resize(tier, request, now_ms)
+                return self._take_resize_step(request, now_ms)
             case PolicyRequest():
                 return _use_policy(tier, request)
             case _:
                 assert_never(request)
+
+    def _take_resize_step(self, request: ResizeRequest, now_ms: int) -> ResizeReply | ErrorBody:
+        """Take a step of the newest resize; refuse one of an older resize.
+
+        Each step undoes a step in the other direction: two resizes would not end.
+        """
+        assert request.slots > 0, request
+        if request.goes_on and self._goal not in (0, request.slots):
+            text = f"a newer resize wants {self._goal} slots"
+            return ErrorBody(code="superseded", message=text)
+        reply = _resize(self._tier, request, now_ms)
+        if isinstance(reply, ResizeReply):
+            self._goal = request.slots
+        return reply
 
 
 # --- one block ------------------------------------------------------------------------------------
@@ -244,8 +258,7 @@ def pins_of(leases: LeaseTable) -> list[Lease]:
 
 def pins_fill(table: SlotTable, leases: LeaseTable) -> Fill:
     """Return how many slots pins hold, of those that they may; slots have several sizes."""
-    pinned = {slot for lease in pins_of(leases) for slot in lease.slots}
-    used_bytes = sum(map(table.slot_bytes, pinned))
+    used_bytes = sum(map(table.slot_bytes, leases.pinned_slots))
     return Fill(used_bytes, PINNED_PART_MAX * table.usable_bytes)
 
 
@@ -260,7 +273,7 @@ def _pin(
             missing.append(name.hex())
         else:
             found[slot] = None
-    pinned = {slot for lease in pins_of(leases) for slot in lease.slots}
+    pinned = leases.pinned_slots
     wanted_bytes = sum(map(table.slot_bytes, pinned | found.keys()))
     if wanted_bytes > PINNED_PART_MAX * table.usable_bytes:
         pinned_bytes = sum(map(table.slot_bytes, pinned))

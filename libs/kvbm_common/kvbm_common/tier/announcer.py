@@ -21,6 +21,9 @@ PAGE_BLOCKS = 16_384
 none continues another."""
 BlocksNow = Callable[[], Sequence[Block]]
 """Returns the blocks that a part of a tier has when it is called."""
+Page = Callable[[], SnapshotReply]
+"""Makes a page of a snapshot, at any time."""
+Pages = Sequence[Page]
 NAMESPACE = attrgetter("namespace")
 NAMESPACE_AND_SIZE = attrgetter("namespace", "bytes")
 
@@ -74,7 +77,7 @@ class Announcer:
             "seq": self.seq, "ts_ms": 0,
         }  # fmt: skip
 
-    def moment(self, parts: Sequence[BlocksNow]) -> list[Callable[[], SnapshotReply]]:
+    def moment(self, parts: Sequence[BlocksNow]) -> list[Page]:
         """Return makers of the pages of a snapshot, one for each part, as of the last event.
 
         A page has what its part has when it is made. What has changed since the moment, later

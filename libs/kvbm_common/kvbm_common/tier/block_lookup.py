@@ -145,7 +145,7 @@ class BlockLookup(Generic[T]):
 
     @property
     def part_count(self) -> int:
-        """How many parts there are: one until it is divided."""
+        """The number of parts: one until the table is divided."""
         return len(self._parts)
 
     def part(self, number: int) -> Set[bytes]:

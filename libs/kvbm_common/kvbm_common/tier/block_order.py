@@ -69,7 +69,7 @@ class BlockOrder(Generic[T]):
 
     @property
     def batch_count(self) -> int:
-        """How many batches there are, those without blocks included."""
+        """The number of batches, including those without blocks."""
         return len(self._swept) + len(self._batches)
 
     def get(self, block: SequenceHash) -> T | None:
@@ -92,7 +92,7 @@ class BlockOrder(Generic[T]):
         return found[:count]
 
     def add(self, block: SequenceHash, value: T) -> None:
-        """Put a block behind all others; it is not here."""
+        """Put a block after all others; it is not here."""
         batch = self._open
         if batch is None or batch.value is not value or len(batch.names) >= BATCH_MAX:
             self.add_all((block,), value)
@@ -105,7 +105,7 @@ class BlockOrder(Generic[T]):
         self._count += 1
 
     def add_all(self, blocks: Sequence[SequenceHash], value: T) -> None:
-        """Put blocks behind all others, in their order; none of them is here."""
+        """Put blocks after all others, in their order; none of them is here."""
         assert len(set(blocks)) == len(blocks), f"of {len(blocks)} blocks some come twice"
         self._open = None
         for start in range(0, len(blocks), BATCH_MAX):
@@ -209,7 +209,7 @@ class BlockOrder(Generic[T]):
             f"{batch.present_count} of {self._count} blocks are in a batch"
         )
         if batch is self._open:
-            self._open = None  # What comes again comes behind the others.
+            self._open = None  # What comes again comes after the others.
         if 2 * batch.present_count >= len(batch.names) and batch.present_count:
             return
         batch.names, batch.first = tuple(self._names_of(batch)) if batch.present_count else (), 0

@@ -74,7 +74,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def part_count(self) -> int:
-        """How many parts the block has."""
+        """The number of parts that the block has."""
         return self.grid.count
 
     @property
@@ -156,7 +156,7 @@ class BlockColumns(Mapping[int, Block]):
         self.hashes: NDArray[np.void] = records["hash"][rows]
         self.names: list[SequenceHash] = self.hashes.tolist()
         self.continues = np.zeros(len(rows), bool)
-        """Whether a row is the child of the row before."""
+        """Row → True if it is the child of the row before."""
         if len(rows):
             same = _words(self.parents)[1:] == _words(self.hashes)[:-1]
             self.continues[1:] = same.all(axis=1)
@@ -170,7 +170,7 @@ class BlockColumns(Mapping[int, Block]):
 
     @cached_property
     def row_of_slot(self) -> NDArray[np.intp]:
-        """Where in the columns the block of a slot is, or -1."""
+        """Slot → the row of its block in the columns, or -1."""
         assert self.slots.min(initial=0) >= 0, f"a block is in slot {self.slots.min()}"
         found = np.full(int(self.slots.max(initial=-1)) + 1, -1)
         found[self.slots] = np.arange(len(self))
@@ -288,7 +288,7 @@ class BlockColumns(Mapping[int, Block]):
         return [known(value, value) for value in values]
 
     def leaves_first(self) -> list[SequenceHash]:
-        """Return the names, but every run of children behind their parents is turned round."""
+        """Return the names, but every run of children after their parents is turned round."""
         turned: list[SequenceHash] = []
         starts, lengths = self.runs()
         for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True):
@@ -305,7 +305,7 @@ class BlockColumns(Mapping[int, Block]):
         return [self.names[row] for row in turned.tolist()]
 
     def runs(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Return where each run of children behind their parents begins, and how long it is."""
+        """Return where each run of children after their parents begins, and how long it is."""
         starts = np.flatnonzero(~self.continues)
         assert not len(self) or starts[0] == 0, f"the first run begins at row {starts[:1]}"
         return starts, np.diff(starts, append=len(self))
@@ -340,6 +340,13 @@ class FoldedBlocks:
         """Return the names of the last `count` blocks, oldest first."""
         assert count >= 0, f"the last {count} blocks"
         return self._columns.names[max(self._taken, len(self._columns) - count) :]
+
+    def by_slot(self) -> dict[int, Block]:
+        """Return all blocks that are still to be unfolded, each by the slot that it had."""
+        columns, count = self._columns, len(self._columns)
+        blocks = columns.blocks(self._taken, count)
+        assert len(blocks) == len(self), f"{len(blocks)} of {len(self)} blocks are folded"
+        return dict(zip(columns.slots[self._taken :].tolist(), blocks, strict=True))
 
     def slots(self) -> set[int]:
         """Return the slots whose blocks are still to be unfolded; for `check`."""

@@ -24,7 +24,7 @@ SURPRISE_MS = 2.0
 SURPRISES_MAX = 3
 """Surprises in a row, all slower or all faster, after which what was before is forgotten."""
 FORGOTTEN = 0.002
-"""What the loads before a change weigh then."""
+"""The factor by which loads from before a change are weighed afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Line:
 
     loads: int = 0
     last_ms: int = 0
-    """When the last one ended."""
+    """The time at which the last load ended."""
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
@@ -57,7 +57,7 @@ class Line:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough loads were measured for an estimate."""
+        """Tell whether enough loads were measured for an estimate."""
         return self.loads >= LOADS_MIN
 
     def observe(self, size: int, took_ms: float, now_ms: int) -> None:

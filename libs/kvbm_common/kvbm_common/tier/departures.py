@@ -11,23 +11,20 @@ from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.former_blocks import FormerBlocks
-from kvbm_common.tier.name_history import NameHistory, Noted
+from kvbm_common.tier.name_history import NameHistory, Noted, entries_for
 from kvbm_common.wire.bounds import Fill
 
 DEPARTURES_MAX = 262_144
 """14 MB when it is full: at 2 MiB a block, half a TiB that has come and gone."""
 DEPARTURES_MIN = 4_096
-SLOTS_TIMES = 8
-"""The departures of so many times the tier's blocks are kept, between these two numbers."""
 REASONS_MAX = 1_024
 """Different reasons at a time; one more is noted as `unknown`."""
 UNKNOWN = ("unknown", "")
 
 
-def entries_for(slot_count: int) -> int:
+def departures_for(slot_count: int) -> int:
     """Return how many departures a tier with so many slots keeps."""
-    assert slot_count > 0, f"a tier with {slot_count} slots"
-    return min(DEPARTURES_MAX, max(DEPARTURES_MIN, SLOTS_TIMES * slot_count))
+    return entries_for(slot_count, DEPARTURES_MIN, DEPARTURES_MAX)
 
 
 class Departure(NamedTuple):
@@ -60,7 +57,7 @@ class Departures:
 
     def size_for(self, slot_count: int) -> None:
         """Keep as many departures as a tier with so many slots needs."""
-        self._by_block.resize(entries_for(slot_count))
+        self._by_block.resize(departures_for(slot_count))
 
     def note(
         self, names: Iterable[SequenceHash], why: str, now_ms: int, *, detail: str = ""

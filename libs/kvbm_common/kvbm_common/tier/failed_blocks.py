@@ -12,7 +12,7 @@ class FailedBlocks:
     """Names with an end each, `block_count_max` of them: the oldest make room."""
 
     def __init__(self, block_count_max: int) -> None:
-        assert block_count_max >= 0, f"{block_count_max} blocks are avoided at most"
+        assert block_count_max >= 0, f"{block_count_max} failed blocks at most"
         self._block_count_max = block_count_max
         # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
         self._until_ms: OrderedDict[SequenceHash, int] = OrderedDict()
@@ -24,8 +24,8 @@ class FailedBlocks:
         return name in self._until_ms
 
     def add(self, name: SequenceHash, until_ms: int) -> None:
-        """Add a block that has failed, to be avoided; the oldest blocks make room."""
-        assert until_ms >= 0, f"{name.hex()} is avoided until {until_ms} ms"
+        """Add a block that has failed; the oldest blocks make room."""
+        assert until_ms >= 0, f"{name.hex()} counts as failed until {until_ms} ms"
         self._until_ms.pop(name, None)
         self._until_ms[name] = until_ms
         while len(self._until_ms) > self._block_count_max:
@@ -39,19 +39,19 @@ class FailedBlocks:
         """Forget all blocks: what failed was in another arena."""
         self._until_ms.clear()
 
-    def avoids(self, name: SequenceHash, now_ms: int) -> bool:
-        """Tell whether a block is not to be asked for now."""
+    def is_failed(self, name: SequenceHash, now_ms: int) -> bool:
+        """Tell whether a block has failed lately, and is not to be asked for now."""
         return bool(self._until_ms) and now_ms < self._until_ms.get(name, now_ms)
 
     def run_before(self, names: Sequence[SequenceHash], now_ms: int) -> int:
-        """Return how many names come before the first that is avoided."""
+        """Return how many names come before the first that has failed lately."""
         if not self._until_ms:
             return len(names)
-        known = (i for i, name in enumerate(names) if self.avoids(name, now_ms))
+        known = (i for i, name in enumerate(names) if self.is_failed(name, now_ms))
         return next(known, len(names))
 
     def tick(self, now_ms: int) -> None:
-        """Forget those whose time is over, where all are avoided for equally long."""
+        """Forget those whose time is over, where all have the same time."""
         while self._until_ms:
             oldest = next(iter(self._until_ms))
             if self._until_ms[oldest] > now_ms:

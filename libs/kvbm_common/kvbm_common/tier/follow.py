@@ -1,33 +1,37 @@
-"""A followed source of events: drop the old, see a hole, let events wait, ask for a snapshot.
+"""A followed source of events: drop the old, see a gap, let events wait, request a snapshot.
 
 ```
-         seq 1 of a new epoch                     the next event
-  (new) ─────────────────────► CURRENT ◄──────────────────────────┐
-    │                             │ a hole in seq                  │ what was missing came, by
-    │ any other seq               ▼                                │ event, snapshot or clear
-    └──────────────────────────► BEHIND ──────────────────────────┘
-                                  ▲  │ left
-                  an event, or    │  ▼
-                  joined again    └ GONE (holds nothing; the position stays)
+  (new) ── made ──► CURRENT ── missed ───────► BEHIND
+                     │  ▲  ▲                    │  │  ▲
+                     │  │  └─ caught up, began ─┘  │  │
+                left │  │ began               left │  │ missed
+                     ▼  │                          ▼  │
+                  ┌──────────────────────────────────────┐
+                  │ GONE: holds nothing; position stays  │
+                  └──────────────────────────────────────┘
+  CURRENT ── began ──► CURRENT            GONE ── left ──► GONE
 ```
 
-Events count by (epoch, seq). An epoch is a life of the source: a higher one (or one that the owner
-believes) begins with nothing held, and its first event has seq 1. Where a seq is missing the source
-is BEHIND: its events wait (bounded), and a snapshot is asked for, with growing pauses. What was
-missing comes by event, by snapshot, or by a clear of everything, which needs no history. GONE keeps
-the position, so that what an old life still has in the stream is not taken for news. What the owner
-holds then is less than the position says (`hollow`), and only a snapshot or a clear makes it so
-again.
+Events count by (epoch, seq). An epoch is a life of the source: it begins with nothing held, and its
+first event has seq 1. A higher epoch is a new life. A lower one is if the registry names it: after
+a change of the registry, epochs count from another start (`is_registered_epoch`).
 
-A stream that loses the last events leaves no hole: `lose` makes the source BEHIND. The next event
-proves that none is missing. A snapshot that flew at that time does not: it may have been made
-before the loss. It is taken, the source stays BEHIND, and another one is asked for. So is one that
-flew when the owner heard of a life with a lower epoch, whose events were dropped. Where the
-notice overtakes events (`loss_overtakes`), they prove nothing, not even a clear or a new life: the
-source is `unproven` until a snapshot comes that was asked for after the loss.
+Where a seq is missing the source is BEHIND: its events wait (bounded), and a snapshot is requested,
+with growing pauses. What was missing comes by event, by snapshot, or by a clear of everything,
+which needs no history. GONE keeps the position, so that late events of an old life are not taken
+for news. What the owner holds then is less than the position says: the source `needs_snapshot`, or
+a clear.
 
-The owner decides what an event does to what it holds, who asks, and where an answer goes:
+A stream that loses its last events leaves no gap: `stream_lost` makes the source BEHIND. The next
+event proves that none is missing. A snapshot in flight at that time does not: it may have been made
+before the loss. It is taken, the source stays BEHIND, and another one is requested. So is one that
+was in flight when the owner learned of a life with a lower epoch, whose events were dropped. Where
+the notice overtakes events (`loss_overtakes`), they prove nothing, not even a clear or a new life:
+the stream is suspect until a snapshot comes that was requested after the loss.
 
+The owner decides what an event does to what it holds, who requests, and where an answer goes:
+
+    source.registered_epoch = epoch              # when the registry names a life
     if source.begin(event.epoch):
         ...                                      # what the life before held is gone
     verdict = source.take(event, now_ms, clears=isinstance(event, Cleared))
@@ -46,7 +50,7 @@ from typing import Generic, Protocol, TypeVar
 from kvbm_common.tier.machine import Machine
 
 DOUBLINGS_MAX = 16
-"""How often the pause between two questions doubles at most; its own bound comes earlier."""
+"""Doublings of the pause between two requests, at most; the pause's own bound comes earlier."""
 
 
 class FollowState(Enum):
@@ -95,7 +99,7 @@ class Numbered(Protocol):
 
     @property
     def seq(self) -> int:
-        """Return the number in that life, from 1 on without holes."""
+        """Return the number in that life, from 1 on without gaps."""
 
 
 Item = TypeVar("Item", bound=Numbered)
@@ -108,11 +112,11 @@ class FollowLimits:
     waiting_max: int = 4_096
     """Events that wait for a snapshot."""
     retry_ms: int = 500
-    """The first pause before a question that brought nothing is asked again; then it doubles."""
+    """The first pause after a request that brought nothing; each next one is twice as long."""
     retry_max_ms: int = 30_000
 
     def __post_init__(self) -> None:
-        """Assert that nothing is asked for without end, and nothing waits for a bound of zero."""
+        """Assert that requests have pauses, and that an event may wait."""
         assert self.waiting_max > 0, self
         assert 0 < self.retry_ms <= self.retry_max_ms, self
 
@@ -127,52 +131,69 @@ class Followed(Generic[Item]):
     limits: FollowLimits = FollowLimits()
     epoch: int = 0
     seq: int = 0
-    heard: int = 0
-    """The last event of this life that `take` has seen: what was left out is missing up to here."""
+    seq_max: int = 0
+    """The last event of this life that `take` has seen, whether it was applied, waits or was left
+    out."""
     state: FollowState = field(default_factory=partial(FOLLOWED.next, None, "made"))
     waiting: dict[int, Item] = field(default_factory=dict)
-    """Events of the present epoch behind a hole, by seq."""
-    hollow: bool = False
-    """Whether less is held than the position says: then no event may be applied on top."""
+    """Events of the present epoch that follow a gap, by seq."""
+    needs_snapshot: bool = False
+    """True if less is held than the position says: then no event may be applied on top."""
     loss_overtakes: bool = False
-    """Whether `lose` may come before events that are older than the loss: they prove nothing."""
-    unproven: bool = False
-    """Whether events may be lost behind everything that was heard: only a snapshot can tell."""
-    doubted: int = 0
-    """The first event that may be lost and leave no hole; 0: none."""
-    asked_at_ms: int | None = None
-    """When the snapshot that flies was asked for."""
-    outdated: bool = False
-    """Whether the snapshot that flies may lack events that have passed us by since."""
-    ask_at_ms: int = 0
-    """The time before which no snapshot is asked for."""
+    """True if `stream_lost` may come before events that are older than the loss."""
+    stream_is_suspect: bool = False
+    """True if events may be lost after all that came: only a snapshot can tell."""
+    suspect_from_seq: int = 0
+    """The first event that may be lost and leave no gap; 0: none."""
+    requested_at_ms: int | None = None
+    """The time at which the snapshot in flight was requested; None: none is in flight."""
+    snapshot_may_be_stale: bool = False
+    """True if the snapshot in flight may lack events that were dropped or lost since."""
+    is_paused: bool = False
+    """True if the owner has stopped `ready` before its last event, and goes on later."""
+    next_request_ms: int = 0
+    """The time before which no snapshot is requested."""
     attempts: int = 0
+    registered_epoch: int = 0
+    """The life that the registry names; 0: none. It may have a lower epoch than a life before whose
+    events are still in the stream."""
 
-    # ---- events ------------------------------------------------------------------------------
+    # ---- lives -------------------------------------------------------------------------------
 
-    def begin(self, epoch: int, *, believed: bool = False) -> bool:
+    def is_registered_epoch(self, epoch: int) -> bool:
+        """Tell whether the registry names this life: then it may have a lower epoch."""
+        assert epoch >= 0, f"{self}: epoch {epoch}"
+        return 0 < epoch == self.registered_epoch
+
+    def is_late(self, epoch: int) -> bool:
+        """Tell whether events of this life were under way when the source left."""
+        return self.state is FollowState.GONE and epoch <= self.epoch
+
+    def begin(self, epoch: int) -> bool:
         """Begin another life if `epoch` is one. True: what the life before held is gone.
 
-        A lower epoch is one if it is `believed`: another registry counts from another start. A
-        life that begins unproven is BEHIND, and asked at once: its events may be lost, too.
+        If the stream is suspect, the life begins BEHIND, and a snapshot is requested at once.
         """
-        if epoch == self.epoch or (epoch < self.epoch and not believed):
+        if epoch <= self.epoch and not self._is_lower_life(epoch):
             return False
-        self.epoch, self.seq, self.heard = epoch, 0, 0
+        self.epoch, self.seq, self.seq_max = epoch, 0, 0
         self.waiting.clear()
-        self.hollow, self.attempts, self.doubted = False, 0, 0
+        self.needs_snapshot, self.is_paused = False, False
+        self.attempts, self.suspect_from_seq = 0, 0
         self._move("began")
-        assert self.state is FollowState.CURRENT, f"{self}: a life begins with what it says"
-        if self.unproven:
-            self.hollow = True
+        assert self.state is FollowState.CURRENT, f"{self}: a life begins with its events"
+        if self.stream_is_suspect:
+            self.needs_snapshot = True
             self.fall_behind(0)
         return True
+
+    # ---- events ------------------------------------------------------------------------------
 
     def take(self, event: Item, now_ms: int, *, clears: bool = False) -> Verdict:
         """Take an event, after `begin`; `clears`: the source holds nothing now, whatever it held.
 
-        A clear of a source that is GONE is applied, and does not bring it back: a life that ends
-        says one, too.
+        A clear of a source that is GONE is applied, and does not bring it back: a life also ends
+        with a clear.
         """
         assert event.epoch <= self.epoch, f"{event} comes before its epoch has begun"
         seq = event.seq
@@ -180,10 +201,10 @@ class Followed(Generic[Item]):
             return Verdict.OLD_EPOCH
         if seq <= self.seq or seq in self.waiting:
             return Verdict.DUPLICATE
-        self.heard = max(self.heard, seq)
+        self.seq_max = max(self.seq_max, seq)
         if clears:
             self._jump(seq - 1)
-        elif self.hollow or seq != self.seq + 1:
+        elif self.needs_snapshot or seq != self.seq + 1:
             self.fall_behind(now_ms)
             if len(self.waiting) >= self.limits.waiting_max:
                 return Verdict.FULL
@@ -196,99 +217,103 @@ class Followed(Generic[Item]):
 
     def ready(self) -> Iterator[Item]:
         """Yield every event that is next; the position moves when the owner has applied it."""
-        while not self.hollow and (event := self.waiting.pop(self.seq + 1, None)) is not None:
+        while not self.needs_snapshot and not self.is_paused:
+            event = self.waiting.pop(self.seq + 1, None)
+            if event is None:
+                return
             assert event.epoch == self.epoch, f"{self}: an event of epoch {event.epoch} waited"
             yield event
-            if not self.hollow:
-                self.seq, self.hollow = event.seq, self.unproven
+            if not self.needs_snapshot:
+                self.seq, self.needs_snapshot = event.seq, self.stream_is_suspect
                 self._catch_up()
 
     def refuse(self, now_ms: int) -> None:
-        """Pass over what `ready` has yielded: only a snapshot repairs what it would have said."""
-        self.hollow = True
+        """Pass over what `ready` has yielded: only a snapshot repairs what is missing then."""
+        self.needs_snapshot = True
         self.fall_behind(now_ms)
         assert self.state is FollowState.BEHIND, f"{self}: it needs a snapshot"
 
-    def fall_behind(self, ask_at_ms: int) -> None:
-        """Ask for a snapshot, not before a time, because something is missing."""
+    def fall_behind(self, next_request_ms: int) -> None:
+        """Note that something is missing; a snapshot is requested, not before a time."""
         if self.state is not FollowState.BEHIND:
             self._move("missed")
-            self.ask_at_ms = ask_at_ms
+            self.next_request_ms = next_request_ms
             self.attempts = 0
 
-    def lose(self, ask_at_ms: int) -> None:
-        """Note that events may be lost, and ask for a snapshot, not before a time.
+    def stream_lost(self, next_request_ms: int) -> None:
+        """Note that events may be lost, and request a snapshot, not before a time.
 
         A source that is GONE stays so.
         """
-        self.outdate()
+        self.mark_snapshot_stale()
         if self.loss_overtakes:
-            self.unproven = self.hollow = True
+            self.stream_is_suspect = self.needs_snapshot = True
         if self.state is FollowState.GONE:
             return
-        self.fall_behind(ask_at_ms)
-        self.ask_at_ms = ask_at_ms if self.outdated else min(self.ask_at_ms, ask_at_ms)
-        self.doubted = max(self.seq, self.heard) + 1
-        assert self.state is FollowState.BEHIND, f"{self}: it believes a stream that lost events"
+        self.fall_behind(next_request_ms)
+        if self.snapshot_may_be_stale or next_request_ms < self.next_request_ms:
+            self.next_request_ms = next_request_ms
+        self.suspect_from_seq = max(self.seq, self.seq_max) + 1
+        assert self.state is FollowState.BEHIND, f"{self}: events may be lost"
 
     def leave(self) -> None:
         """End this life: nothing is held, and nothing waits."""
         self.waiting.clear()
-        self.hollow = True
-        self.outdate()
+        self.needs_snapshot, self.is_paused = True, False
+        self.mark_snapshot_stale()
         self._move("left")
         assert self.state is FollowState.GONE, f"{self}: it has left"
 
     # ---- snapshots ---------------------------------------------------------------------------
 
-    def should_ask(self, now_ms: int) -> bool:
-        """Tell whether it is time to ask for a snapshot."""
-        due = self.state is FollowState.BEHIND and now_ms >= self.ask_at_ms
-        return due and self.asked_at_ms is None
+    def should_request(self, now_ms: int) -> bool:
+        """Tell whether it is time to request a snapshot."""
+        due = self.state is FollowState.BEHIND and now_ms >= self.next_request_ms
+        return due and self.requested_at_ms is None and not self.is_paused
 
-    def ask(self, now_ms: int) -> None:
-        """Note that a snapshot is asked for; the answer goes through `landed`."""
+    def begin_request(self, now_ms: int) -> None:
+        """Note that a snapshot is requested; the answer goes through `end_request`."""
         assert self.state is FollowState.BEHIND, f"{self}: it misses nothing"
-        assert self.asked_at_ms is None, f"{self}: it was asked at {self.asked_at_ms} ms"
-        self.asked_at_ms, self.outdated = now_ms, False
+        assert self.requested_at_ms is None, f"{self}: requested at {self.requested_at_ms} ms"
+        self.requested_at_ms, self.snapshot_may_be_stale = now_ms, False
 
-    def outdate(self) -> None:
-        """Note that the snapshot that flies, if one does, may be older than what is known now."""
-        self.outdated = self.asked_at_ms is not None
+    def mark_snapshot_stale(self) -> None:
+        """Note that a snapshot in flight, if there is one, may be older than what is known now."""
+        self.snapshot_may_be_stale = self.requested_at_ms is not None
 
-    def landed(self) -> bool:
-        """End the question; False: none flew, and the answer is not for us."""
-        flew = self.asked_at_ms is not None
-        self.asked_at_ms = None
-        return flew
+    def end_request(self) -> bool:
+        """End the request in flight; False: there was none, and the answer is not for us."""
+        was_in_flight = self.requested_at_ms is not None
+        self.requested_at_ms = None
+        return was_in_flight
 
     def accepts(self, epoch: int, seq: int) -> bool:
         """Tell whether a snapshot as of a position is as new as what is held."""
-        return (epoch, seq) >= (self.epoch, self.seq)
+        return (epoch, seq) >= (self.epoch, self.seq) or self._is_lower_life(epoch)
 
     def restore(self, epoch: int, seq: int, now_ms: int) -> None:
-        """Take a snapshot's position; `ready` has the events behind it.
+        """Take a snapshot's position; `ready` has the events that follow it.
 
-        If they leave a hole, another snapshot is asked for later; after an outdated one at once.
+        If they leave a gap, another snapshot is requested later; after a stale one at once.
         """
         assert self.state is FollowState.BEHIND, "a snapshot of a source that misses nothing"
-        outdated, self.outdated = self.outdated, False
-        self.unproven = outdated and self.loss_overtakes
+        is_stale, self.snapshot_may_be_stale = self.snapshot_may_be_stale, False
+        self.stream_is_suspect = is_stale and self.loss_overtakes
         begun = self.begin(epoch)
-        if outdated:
+        if is_stale:
             self.fall_behind(now_ms)
         elif not begun:
             self.retry_later(now_ms)
-        self.doubted = max(seq, self.heard) + 1 if outdated else 0
+        self.suspect_from_seq = max(seq, self.seq_max) + 1 if is_stale else 0
         self._jump(seq)
-        self.hollow = self.unproven
-        assert not outdated or self.state is FollowState.BEHIND, f"{self}: a snapshot of before"
+        self.needs_snapshot = self.stream_is_suspect
+        assert not is_stale or self.state is FollowState.BEHIND, f"{self}: a stale snapshot"
 
     def retry_later(self, now_ms: int) -> None:
-        """Ask again after a pause: the snapshot did not come, or was of no use."""
+        """Let a pause pass before the next request: the snapshot did not come, or was of no use."""
         pause_ms = self.limits.retry_ms << min(self.attempts, DOUBLINGS_MAX)
         assert pause_ms > 0, f"{self}: no pause after {self.attempts} attempts"
-        self.ask_at_ms = now_ms + min(pause_ms, self.limits.retry_max_ms)
+        self.next_request_ms = now_ms + min(pause_ms, self.limits.retry_max_ms)
         self.attempts += 1
 
     # ---- inside ------------------------------------------------------------------------------
@@ -298,28 +323,34 @@ class Followed(Generic[Item]):
         assert self.state is FollowState.BEHIND or not self.waiting, f"{self}: no reason to wait"
         assert len(self.waiting) <= self.limits.waiting_max
         assert all(seq > self.seq for seq in self.waiting), f"{self}: an old event waits"
-        assert self.hollow or self.seq + 1 not in self.waiting, f"{self}: the next event waits"
-        assert self.state is not FollowState.CURRENT or not self.hollow, f"{self}: hollow"
-        assert self.hollow or not self.unproven, f"{self}: it believes a stream that lost events"
-        has_all = self.seq >= max(self.heard, self.doubted)
-        assert self.state is not FollowState.CURRENT or has_all, f"{self}: missed"
+        is_current = self.state is FollowState.CURRENT
+        if not self.needs_snapshot:
+            is_next = self.seq + 1 in self.waiting
+            assert self.is_paused or not is_next, f"{self}: the next event waits"
+            assert not self.stream_is_suspect, f"{self}: events may be lost"
+        assert not is_current or not self.needs_snapshot, f"{self}: current without a snapshot"
+        has_all = self.seq >= max(self.seq_max, self.suspect_from_seq)
+        assert not is_current or has_all, f"{self}: an event is missing"
         assert all(event.epoch == self.epoch for event in self.waiting.values())
 
+    def _is_lower_life(self, epoch: int) -> bool:
+        return epoch < self.epoch and self.is_registered_epoch(epoch)
+
     def _jump(self, seq: int) -> None:
-        """Stand at `seq`: what is held is the truth as of then, and older events need not wait."""
+        """Stand at `seq`: what is held is right as of then, and older events need not wait."""
         assert seq >= self.seq, f"{self}: back to {seq}"
-        self.seq, self.hollow = seq, False
+        self.seq, self.needs_snapshot = seq, False
         for late in [number for number in self.waiting if number <= seq]:
             del self.waiting[late]
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Make the source current again if all is applied that was heard of it.
+        """Make the source current again if every event that is known of is applied.
 
         It is called when the position has just moved.
         """
-        has_all = self.seq >= max(self.heard, self.doubted) and not self.waiting
-        if self.state is FollowState.BEHIND and has_all and not self.hollow:
+        has_all = self.seq >= max(self.seq_max, self.suspect_from_seq) and not self.waiting
+        if self.state is FollowState.BEHIND and has_all and not self.needs_snapshot:
             self._move("caught up")
             self.attempts = 0
 

@@ -57,16 +57,16 @@ class FormerBlocks:
         buckets = -(-horizon // BUCKET_NAMES)
         self._marks = _empty_marks(buckets)
         self._oldest = bytearray(buckets)
-        """By bucket, the place that is written next."""
+        """Bucket → the place that is written next."""
         self._waiting: list[SequenceHash] = []
         self._period = max(1, horizon // PERIODS)
         self._noted = 0
         self._times: deque[int] = deque([0], maxlen=PERIODS + 1)
-        """When each of the last periods began; the first begins with the first block."""
+        """Beginnings of the last periods; the first one begins with the first block."""
 
     @property
     def horizon(self) -> int:
-        """How many of the last noted blocks are remembered."""
+        """The number of last noted blocks that are remembered."""
         return len(self._marks) * BUCKET_NAMES
 
     def fill(self, now_ms: int) -> Fill:

@@ -28,7 +28,7 @@ GROUPS_MAX = 64
 WINDOW_BLOCKS_MAX = 65_536
 CHUNK_TOKENS_MAX = 1 << 30
 LOOK_BLOCKS = 64
-"""Blocks of a prefix that are looked at together: behind the first that is missing, this many are
+"""Blocks of a prefix that are looked at together: after the first that is missing, this many are
 looked at in vain at most. For a window so many more are looked at, then twice as many each time."""
 
 
@@ -218,12 +218,12 @@ class _FoundBlocks:
             gap = there.find(0, needed_from, needed_to)
             if gap < 0:
                 return tokens
-            # Every boundary behind a missing block needs it, up to here.
+            # Every boundary after a missing block needs it, up to here.
             if group.chunk_tokens:
                 before = count - 1 - there.rfind(0, needed_from, needed_to)
             else:
                 before = self._before(gap + 1)
-            assert before < count - gap, f"block {count - 1 - gap} is missing, {before} is behind"
+            assert before < count - gap, f"block {count - 1 - gap} is missing, {before} is after it"
             tokens = before * size // step * step
         return 0
 

@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def is_sized(self) -> bool:
-        """Whether slots are places of some length."""
+        """Tell whether slots are places with a length in bytes, not mere counts."""
         return self.unit_bytes == UNIT_BYTES
 
     @property

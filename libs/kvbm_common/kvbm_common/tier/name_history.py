@@ -23,7 +23,7 @@ from kvbm_common.identity import HASH_BYTES, SequenceHash
 from kvbm_common.tier.small_pages import small_pages
 
 ENTRY_BYTES = 60
-"""What an entry takes at most: 36 in its row, 12 to 24 in the table."""
+"""Bytes of an entry at most: 36 in its row, 12 to 24 in the table."""
 ROW_BITS = 20
 ROW_MASK = (1 << ROW_BITS) - 1
 ENTRIES_MOST = ROW_MASK
@@ -35,9 +35,17 @@ SHED_PER_NOTE = 2
 """Entries that are forgotten with each note where fewer are kept than before."""
 FEW = 32
 """Up to this many hashes a Python loop is faster than numpy."""
+SLOTS_TIMES = 8
+"""The histories of a tier keep so many times its blocks, within bounds of their own."""
 NAME = np.dtype((np.void, HASH_BYTES))
 TAIL_AT = HASH_BYTES - 8
 _tail_of = Struct("<Q").unpack_from
+
+
+def entries_for(slot_count: int, entries_min: int, entries_max: int) -> int:
+    """Return how many names the history of a tier with so many slots keeps."""
+    assert slot_count > 0, f"a tier with {slot_count} slots"
+    return min(entries_max, max(entries_min, SLOTS_TIMES * slot_count))
 
 
 class Noted(NamedTuple):
@@ -142,7 +150,7 @@ class NameHistory:
         )
         self._at_ms, self._values = numbers[times:values].cast("q"), numbers[values:older].cast("I")
         self._older, self._newer = numbers[older:newer].cast("I"), numbers[newer:end].cast("I")
-        """Row 0 stands before the oldest and behind the newest."""
+        """Row 0 stands before the oldest and after the newest."""
         bits = (3 * entries_max).bit_length()
         self._shift, self._mask = 64 - bits, (1 << bits) - 1
         table = small_pages(4 << bits)
@@ -211,7 +219,7 @@ class NameHistory:
         return place, 0
 
     def _remove_entry(self, place: int) -> None:
-        """Empty a place, and move those behind it that would not be found beyond a gap."""
+        """Empty a place, and move those after it that would not be found beyond a gap."""
         table, mask = self._table, self._mask
         memory, shift = self._memory, self._shift
         assert table[place], f"place {place} is empty"

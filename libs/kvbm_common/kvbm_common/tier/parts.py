@@ -72,7 +72,7 @@ class Grid(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_scattered(self) -> bool:
-        """Whether a part is several runs with other parts between them."""
+        """Tell whether a part is several runs with other parts between them."""
         return self.layers > 1 and self.heads > 1
 
     @property

@@ -24,17 +24,18 @@ class PrefillCost(msgspec.Struct, frozen=True, array_like=True):
     """Additional time of a token for each token before it."""
     before: int = 0
     unused: int = 0
-    """What earlier connectors say of each copy, and no host tier uses; it keeps its place."""
+    """A time that earlier connectors send for each copy. No host tier uses it; the field keeps its
+    place in the array."""
     load_mib_us: int = 0
-    """What a MiB takes to be copied to the device."""
+    """Time to copy a MiB to the device, in microseconds."""
     start_us: int = 0
-    """What each step takes beside its tokens."""
+    """Time that each step takes beside its tokens, in microseconds."""
     step_tokens: int = 0
     """Tokens of a step at most; 0: not known."""
 
     @property
     def is_valid(self) -> bool:
-        """Whether a peer may say so: nothing takes negative time."""
+        """Tell whether a peer's values are acceptable: nothing takes negative time."""
         copies = self.load_mib_us >= 0
         steps = min(self.start_us, self.step_tokens) >= 0
         return self.token_ns > 0 and min(self.pair_fs, self.before) >= 0 and copies and steps

@@ -38,7 +38,7 @@ MEANINGS: Mapping[str, str] = {
 """The reasons why a lookup did not find a block."""
 
 UNEXPLAINED = frozenset({"unknown"})
-"""What counts as not explained."""
+"""Miss reasons that count as not explained."""
 
 OUTCOMES: Mapping[str, str] = {
     "corrupt": "what the worker had read did not have its checksum",
@@ -49,4 +49,5 @@ OUTCOMES: Mapping[str, str] = {
     "avoided": "the connector did not ask: a load of it has failed a short while ago",
     "too_long": "the connector did not ask: a lookup has no room for so many blocks",
 }
-"""What a connector tells after the answer, of blocks that it was promised or did not ask for."""
+"""The outcomes that a connector reports after the answer, for blocks that it was promised or did
+not ask for."""

@@ -36,8 +36,8 @@ from kvbm_common.tier.tenants import Claim, MayLeave, Tenant, in_order
 COMPARED_MAX = 8
 """Slabs of one class that are compared at a time: each takes some microseconds."""
 LONGER = 1.1
-"""How many times as long a slab of another class must be idle: otherwise classes that are used
-alike would take each other's slabs in turn."""
+"""The factor by which a slab of another class must be idle for longer. Without it, classes that are
+used alike would take each other's slabs in turn."""
 LEAVING_TICKS = 4_096
 """Batches of uses after which a LEAVING slab that is not empty stays: it is used after all."""
 
@@ -53,7 +53,7 @@ class Victims:
     """Blocks to be evicted, so that there is room for blocks of one size."""
 
     chosen: Sequence[SequenceHash] = ()
-    """By the policy of their class."""
+    """Blocks that the policy of their class has chosen."""
     emptied: Sequence[SequenceHash] = ()
     """Blocks of another class: their slab is for another size from now on."""
 
@@ -270,7 +270,7 @@ class Reclaim:
         pool = self._pool
         assert slab.slot_count > 0, f"{slab} is not cut"
         idle = pool.clock - sum(pool.used[slab.slots]) / slab.slot_count
-        assert idle >= 0, f"{slab} was used {-idle} ticks behind tick {pool.clock}"
+        assert idle >= 0, f"{slab} was used {-idle} ticks after tick {pool.clock}"
         return idle
 
     def _compared(self, size: SizeClass, *, all_of_them: bool = False) -> Iterator[Slab]:

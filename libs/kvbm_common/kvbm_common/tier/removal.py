@@ -1,4 +1,4 @@
-"""The selection of `evict` and `reset` by prefix, namespace or everything, in many short steps.
+"""Removal: `evict` and `reset` by prefix, namespace or everything, in many short steps.
 
 A tier may hold a million blocks, and engines wait while a step runs. So a step looks at some slots
 only, and the operator's request is repeated until nothing is left:
@@ -7,7 +7,7 @@ only, and the operator's request is repeated until nothing is left:
           ▲                                           │ until a look finds nothing any more:
           └───────────────────────────────────────────┘ blocks come to slots that were passed
 
-Which blocks are behind a prefix is found without a table of children: each slot points to the slot
+Which blocks are after a prefix is found without a table of children: each slot points to the slot
 of its block's parent, and in each round pointers climb twice as far (pointer jumping, Wyllie 1979).
 """
 
@@ -28,7 +28,7 @@ LOOKED_MAX = 4_096
 CLIMBS_PER_LOOK = 32
 """Pointers that climb in the time in which one slot is looked at."""
 FOLDED_LOOKS = 20
-"""What a look at a folded block costs: it is made of columns."""
+"""The cost of a folded block, in looks at plain slots: it is made of columns first."""
 PART = 128
 """Slots between two looks at what the step has spent."""
 PASSES_MAX = 8
@@ -42,7 +42,7 @@ _Numbers = npt.NDArray[np.int32]
 
 
 class Removal:
-    """The blocks behind a prefix, in a namespace or of a whole tier, some for each step."""
+    """The blocks after a prefix, in a namespace or of a whole tier, some for each step."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class Removal:
         namespace: bytes | None = None,
         even_pinned: bool = False,
     ) -> None:
-        """Begin with what is behind `prefix`, or in `namespace`; both None: with everything."""
+        """Begin with what is after `prefix`, or in `namespace`; both None: with everything."""
         assert prefix is None or namespace is None, "a removal has one selection"
         self.table = table
         self.kept = 0
         """Pinned blocks that the current pass has left."""
         self._prefix, self._namespace, self._even_pinned = prefix, namespace, even_pinned
         self._removed: set[SequenceHash] = set()
-        """What was selected behind a prefix. Blocks may be there whose parent is gone."""
+        """Blocks that were selected after a prefix. Blocks may be there whose parent is gone."""
         self._steps = self._selected = self._spent = 0
         self._walk = self._passes()
 
@@ -80,7 +80,7 @@ class Removal:
     def _passes(self) -> Iterator[SequenceHash | None]:
         for number in range(1, PASSES_MAX + 1):
             self.kept, steps, selected = 0, self._steps, self._selected
-            yield from self._behind() if self._prefix is not None else self._everywhere()
+            yield from self._below_prefix() if self._prefix is not None else self._everywhere()
             # Blocks may have come to slots that were passed before, unless one step saw them all.
             # One look is not enough in any case: another operator may have joined in its middle.
             is_last = number > 1 and self._selected == selected
@@ -121,12 +121,12 @@ class Removal:
                 if block is not None and self._namespace in (None, block.namespace):
                     yield from self._leaves(slot)
 
-    # --- behind a prefix ----------------------------------------------------------------------
+    # --- after a prefix ----------------------------------------------------------------------
 
-    def _behind(self) -> Iterator[SequenceHash | None]:
+    def _below_prefix(self) -> Iterator[SequenceHash | None]:
         count = self.table.slots_made
         assert count < 2**31 - 2, f"{count} slots have no numbers of 32 bits"
-        # Behind the slots: the place of what is not below the prefix, and the prefix itself.
+        # After the slots: the place of what is not below the prefix, and the prefix itself.
         outside, inside = count, count + 1
         parents = np.full(count + 2, outside, np.int32)
         parents[inside] = inside
@@ -158,7 +158,7 @@ class Removal:
                     yield from self._leaves(slot)
 
     def _parents_of(self, first: int, end: int, count: int) -> list[int]:
-        """Return for each slot the slot of its block's parent, or one of the two places behind."""
+        """Return for each slot the slot of its block's parent, or one of two places after all."""
         table, prefix, removed = self.table, self._prefix, self._removed
         assert prefix is not None, "no prefix was named"
         outside, inside = count, count + 1
@@ -178,7 +178,7 @@ class Removal:
 
 
 def _climb(parents: _Numbers, depths: _Numbers, count: int) -> Iterator[int]:
-    """Let each pointer climb to one of the two places behind the slots, adding up how deep it was.
+    """Let each pointer climb to one of the two places after the slots, adding up how deep it was.
 
     Yields what has been spent, in looks.
     """

@@ -31,7 +31,7 @@ def check_pool(pool: SlabPool, states: Sequence[SlotState]) -> None:
 
 
 def _check_medium(pool: SlabPool) -> None:
-    """Assert that the slabs are the whole medium, one behind the other."""
+    """Assert that the slabs are the whole medium, one after the other."""
     layout, place = pool.layout, 0
     for slab in pool.slabs:
         assert slab.place == place, f"{slab} begins at {slab.place}, not at {place}"
@@ -47,16 +47,19 @@ def _check_slab(pool: SlabPool, slab: Slab, size: SizeClass, states: Sequence[Sl
     slots = range(slab.first, slab.first + slab.slot_count)
     end = slab.place + slab.length // pool.layout.unit_bytes
     assert slab is size.slabs[slab.number], f"{size} does not know {slab}"
+    policies = list(size.policies.values())
     for index, slot in enumerate(slots):
-        assert pool.place_of[slot] == slab.place + index * size.units, f"slot {slot} of {slab}"
-        assert pool.place_of[slot] + size.units <= end, f"slot {slot} ends behind {slab}"
+        place = pool.place_of[slot]
+        assert place == slab.place + index * size.units, f"slot {slot} of {slab}"
+        assert place + size.units <= end, f"slot {slot} ends after {slab}"
         assert pool.slab_of[slot] is slab, f"slot {slot} is of {pool.slab_of[slot]}, not {slab}"
         policy = pool.policy_of[slot]
-        is_ours = any(policy is one for one in size.policies.values())
+        is_ours = any(policy is one for one in policies)
         assert is_ours or pool.has_switched, f"another policy: {slot}"
-    of_state = {state: {s for s in slots if states[s] is state} for state in SlotState}
-    assert sorted(slab.reset) == sorted(of_state[SlotState.RESET]), slab
-    assert sorted(slab.retired) == sorted(of_state[SlotState.RETIRED]), slab
+    reset = [slot for slot in slots if states[slot] is SlotState.RESET]
+    retired = [slot for slot in slots if states[slot] is SlotState.RETIRED]
+    assert sorted(slab.reset) == reset, slab
+    assert sorted(slab.retired) == retired, slab
     assert slab.usable == slab.slot_count - len(slab.retired), slab
 
 

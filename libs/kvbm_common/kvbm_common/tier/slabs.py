@@ -112,7 +112,7 @@ class Slab:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no slot of it is in use."""
+        """Tell whether no slot of the slab is in use."""
         return len(self.reset) == self.usable
 
     def room(self, size: SizeClass) -> int:

@@ -1,65 +1,28 @@
-"""Pins: what keeps committed blocks in their slots, and the moves of slots by their table.
+"""Slot pins: they keep committed blocks in their slots, and tell the policies which are in use.
 
-A lookup pins hundreds of blocks at once, and the engine waits. So what is done for each of a run is
-a loop without calls, and the policy takes the run as a whole.
+They are the layer of a `SlotTable` above its tenants: see `slots.py`. A lookup pins hundreds of
+blocks at once, and the engine waits. So what is done for each of a run is a loop without calls, and
+the policy takes the run as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from typing import cast
 
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import Block
-from kvbm_common.tier.machine import InvalidTransition
-from kvbm_common.tier.slot_states import SLOT
-from kvbm_common.tier.tenant_slots import TenantSlots
+from kvbm_common.tier.slot_tenants import SlotTenants
 
 HANDED_OVER_MAX = 512
-"""Blocks of a former policy that a commit behind them brings to the one in force, 5 µs each. Longer
+"""Blocks of a former policy that a commit after them brings to the one in force, 5 µs each. Longer
 chains stay where they are until they are used."""
 
 _name_of = attrgetter("hash")
-_MOVES = {
-    verb: (state, target)
-    for (state, verb), target in SLOT.transitions.items()
-    if target is not None
-}
-"""By verb: the state that a slot has to be in, and its next one."""
-assert len(_MOVES) == len(SLOT.transitions), "a verb moves slots from one state only"
 
 
-class SlotPins(TenantSlots):
-    """Pins of slots, each counted; the first holds the block in its policy, the last frees it."""
-
-    # --- questions --------------------------------------------------------------------------
-
-    def blocks_in(self, slots: Sequence[int]) -> list[Block]:
-        """Return the committed blocks in these slots, in their order."""
-        if self.folded_count:
-            return [self.block(slot) for slot in slots]
-        blocks = cast("list[Block]", [*map(self._block.__getitem__, slots)])
-        assert all(blocks), f"of {len(slots)} slots some hold no block"
-        return blocks
-
-    def place(self, slot: int) -> int:
-        """Return where a slot begins, in units: what messages and records call the slot."""
-        assert slot >= 0, f"slot {slot} would be counted from the end"
-        return self.pool.place_of[slot]
-
-    def places(self, slots: Iterable[int]) -> list[int]:
-        """Return where each of these slots begins."""
-        place_of = self.pool.place_of
-        return [place_of[slot] for slot in slots]
-
-    def has_still(self, slots: Sequence[int], blocks: Sequence[Block]) -> bool:
-        """Tell whether these slots have these very blocks, and lookups find all of them."""
-        assert len(slots) == len(blocks), f"{len(blocks)} blocks in {len(slots)} slots"
-        if not all(map(is_, map(self._block.__getitem__, slots), blocks)):
-            return False
-        return not self._discarded or self._discarded.isdisjoint(slots)
+class SlotPins(SlotTenants):
+    """Slots with pins that count: the first holds a block in its policy, the last frees it."""
 
     # --- pins -------------------------------------------------------------------------------
 
@@ -144,7 +107,7 @@ class SlotPins(TenantSlots):
             self._empty(slot)
 
     def renew_chain(self, last: SequenceHash, most: int) -> None:
-        """Let a chain's blocks from its root to this one leave after what came behind them.
+        """Let a chain's blocks from its root to this one leave later than what came after them.
 
         Nothing can reach a block whose parent has left. A chain of more than `most` blocks stays.
         """
@@ -214,27 +177,3 @@ class SlotPins(TenantSlots):
             policy.admit(name, self.block(slot).parent)
             policy_of[slot] = policy
         return True
-
-    def _empty(self, slot: int) -> None:
-        raise NotImplementedError
-
-    # --- moves ------------------------------------------------------------------------------
-
-    def _move(self, slot: int, verb: str) -> None:
-        assert verb in _MOVES, f"slot {slot}: {verb!r} moves no slot"
-        source, target = _MOVES[verb]
-        if self._state[slot] is not source:
-            raise self._refusal(slot, verb)
-        self._state[slot] = target
-
-    def _move_all(self, slots: Iterable[int], verb: str) -> None:
-        assert verb in _MOVES, f"{verb!r} moves no slot"
-        source, target = _MOVES[verb]
-        states = self._state
-        for slot in slots:
-            if states[slot] is not source:
-                raise self._refusal(slot, verb)
-            states[slot] = target
-
-    def _refusal(self, slot: int, verb: str) -> InvalidTransition:
-        return InvalidTransition(SLOT.refusal(self._state[slot], verb, f"slot {slot}"))

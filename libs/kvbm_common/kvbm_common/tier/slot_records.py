@@ -1,17 +1,23 @@
-"""Slot records: what is in each slot of a tier, and the questions about it."""
+"""Slot records: the state and the block of each slot, its moves, and the questions about them.
+
+They are the lowest layer of a `SlotTable`: see `slots.py`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import cast
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
 from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.slab_checks import check_pool
 from kvbm_common.tier.slab_pool import MakePolicy, SlabPool
-from kvbm_common.tier.slot_states import SlotState
+from kvbm_common.tier.slot_states import MOVES, SLOT, SlotState
 from kvbm_common.tier.tenants import Tenants
 
 STRETCH_BITS = 10
@@ -21,7 +27,10 @@ STRETCHES_MAX = 32
 
 
 class SlotRecords:
-    """State, generation, pins and block of each slot, by number, and the slot of each block."""
+    """State, generation, pins and block of each slot, by number, and the slot of each block.
+
+    They move slots and answer; which block comes, stays or leaves is decided above them.
+    """
 
     def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants) -> None:
         """Start with slots that are not cut; `make` makes the policy of each size class."""
@@ -31,20 +40,24 @@ class SlotRecords:
         self._pins: list[int] = []
         self._block: list[Block | None] = []
         self._staged: dict[int, SequenceHash] = {}
+        """STAGED slot → the block that is on its way in."""
         self._staging: dict[SequenceHash, int] = {}
+        """Block that is on its way in → its STAGED slot."""
         self._slot: BlockLookup[int] = BlockLookup(0)
         """The slot of each block that can be found."""
         self._findable_count = 0
         self._held_in: list[int] = []
-        """How many slots of each stretch have a block."""
+        """Stretch → the number of its slots that have a block."""
         self._discarded: set[int] = set()
+        """ACTIVE slots whose block cannot be found any more."""
         self._abandoned: set[int] = set()
+        """STAGED slots without a block: late bytes may still reach them."""
         self._block_bytes = 0
         self._folded = FoldedBlocks(BlockColumns.of({}))
         self.folded_count = 0
-        """How many `restore`d slots are still to be unfolded; asked for with each lookup."""
+        """The number of `restore`d slots that are still to be unfolded; read at each lookup."""
         self.pool = self._pool_of(layout, make)
-        """Which slots are free, how long each is, and where it begins."""
+        """The pool that knows which slots are free, how long each is, and where it begins."""
 
     def _pool_of(self, layout: Layout, make: MakePolicy) -> SlabPool:
         return SlabPool(layout, make, grow=self._grow, move=self._move_all, tenants=self._tenants)
@@ -60,18 +73,59 @@ class SlotRecords:
         lengths = {len(self._state), len(self._generation), len(self._pins), len(self._block)}
         assert len(lengths) == 1, f"columns of {lengths} slots, after {count} more"
 
+    # --- moves ------------------------------------------------------------------------------
+
+    def _move(self, slot: int, verb: str) -> None:
+        assert verb in MOVES, f"slot {slot}: {verb!r} moves no slot"
+        source, target = MOVES[verb]
+        if self._state[slot] is not source:
+            raise self._refusal(slot, verb)
+        self._state[slot] = target
+
     def _move_all(self, slots: Iterable[int], verb: str) -> None:
-        raise NotImplementedError
+        assert verb in MOVES, f"{verb!r} moves no slot"
+        source, target = MOVES[verb]
+        states = self._state
+        for slot in slots:
+            if states[slot] is not source:
+                raise self._refusal(slot, verb)
+            states[slot] = target
+
+    def _refusal(self, slot: int, verb: str) -> InvalidTransition:
+        return InvalidTransition(SLOT.refusal(self._state[slot], verb, f"slot {slot}"))
+
+    # --- one block, or some -----------------------------------------------------------------
 
     def block(self, slot: int) -> Block:
         """Return the committed block in a slot."""
-        raise NotImplementedError
+        block = self._block[slot]
+        assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
+        return block if block is not FOLDED else self._folded[slot]
 
-    def slot_bytes(self, slot: int) -> int:
-        """Return the length of a slot."""
-        raise NotImplementedError
+    def blocks_in(self, slots: Sequence[int]) -> list[Block]:
+        """Return the committed blocks in these slots, in their order."""
+        if self.folded_count:
+            return [self.block(slot) for slot in slots]
+        blocks = cast("list[Block]", [*map(self._block.__getitem__, slots)])
+        assert all(blocks), f"of {len(slots)} slots some hold no block"
+        return blocks
 
-    # --- one block, or some -----------------------------------------------------------------
+    def place(self, slot: int) -> int:
+        """Return where a slot begins, in units: what messages and records call the slot."""
+        assert slot >= 0, f"slot {slot} would be counted from the end"
+        return self.pool.place_of[slot]
+
+    def places(self, slots: Iterable[int]) -> list[int]:
+        """Return where each of these slots begins."""
+        place_of = self.pool.place_of
+        return [place_of[slot] for slot in slots]
+
+    def has_still(self, slots: Sequence[int], blocks: Sequence[Block]) -> bool:
+        """Tell whether these slots have these very blocks, and lookups find all of them."""
+        assert len(slots) == len(blocks), f"{len(blocks)} blocks in {len(slots)} slots"
+        if not all(map(is_, map(self._block.__getitem__, slots), blocks)):
+            return False
+        return not self._discarded or self._discarded.isdisjoint(slots)
 
     def holds(self, block: SequenceHash) -> bool:
         """Return whether a committed block is there."""
@@ -133,11 +187,12 @@ class SlotRecords:
 
     def blocks(self) -> list[Block]:
         """Return all blocks that can be found, in the order of their slots."""
-        return [self.block(slot) if one is FOLDED else one for slot, one in self._findable()]
+        return [one for _, one in self._unfolded()]
 
     def by_place(self) -> dict[int, Block]:
         """Return all blocks that can be found, each by where its slot begins."""
-        found = {self.pool.place_of[slot]: self.block(slot) for slot, _ in self._findable()}
+        place_of = self.pool.place_of
+        found = {place_of[slot]: one for slot, one in self._unfolded()}
         assert len(found) == len(self), f"{len(self)} blocks in {len(found)} places"
         return found
 
@@ -186,15 +241,28 @@ class SlotRecords:
         assert len(found) == len(self), f"{len(found)} of {len(self)} blocks are in slots"
         return found
 
+    def _unfolded(self) -> list[tuple[int, Block]]:
+        """Return each slot whose block can be found, with its block: columns are read once."""
+        if not self.folded_count:
+            return self._findable()
+        folded = self._folded.by_slot()
+        return [(slot, folded[slot] if one is FOLDED else one) for slot, one in self._findable()]
+
     def __len__(self) -> int:
         """Return how many blocks can be found."""
         return self._findable_count
 
     # --- how many slots, and how large ------------------------------------------------------
 
+    def slot_bytes(self, slot: int) -> int:
+        """Return the length of a slot."""
+        size = self.pool.slab_of[slot].size
+        assert size is not None, f"slot {slot} is of no class"
+        return size.slot_bytes
+
     @property
     def slot_count(self) -> int:
-        """How many slots of the first size the medium has."""
+        """The number of slots of the first size that the medium has."""
         return self.pool.layout.slot_count
 
     @property
@@ -211,7 +279,7 @@ class SlotRecords:
 
     @property
     def usable_count(self) -> int:
-        """How many slots of the first size fit into what is not RETIRED."""
+        """The number of slots of the first size that fit into what is not RETIRED."""
         return self.usable_bytes // self.pool.layout.slot_bytes
 
     @property
@@ -256,6 +324,10 @@ class SlotRecords:
         """Return the ACTIVE slots and how often each is pinned; for `check`."""
         return {slot: count for slot, count in enumerate(self._pins) if count}
 
+    def discarded(self) -> frozenset[int]:
+        """Return the slots of blocks that have left, and that are pinned still; for `check`."""
+        return frozenset(self._discarded)
+
     def check(self) -> None:
         """Assert every invariant; O(slots)."""
         check_pool(self.pool, self._state)
@@ -269,16 +341,18 @@ class SlotRecords:
         assert self.idle_count == by_state[SlotState.INACTIVE]
         named = len(self) + len(self._discarded)
         assert named == by_state[SlotState.INACTIVE] + by_state[SlotState.ACTIVE]
-        for slot, _ in self._findable():
-            assert self._slot.get(self.block(slot).hash) == slot
-            assert self.block(slot).bytes <= self.slot_bytes(slot) or not is_sized
+        for slot, block in self._unfolded():
+            assert self._slot.get(block.hash) == slot
+            assert not is_sized or block.bytes <= self.slot_bytes(slot)
         for slot in self._discarded:
             assert self._state[slot] is SlotState.ACTIVE
             assert self._slot.get(self.block(slot).hash) != slot
-        for slot, state in enumerate(self._state):
-            assert (self._pins[slot] > 0) == (state is SlotState.ACTIVE)
-            committed = state in (SlotState.INACTIVE, SlotState.ACTIVE)
-            assert (self._block[slot] is not None) == committed
+        columns = zip(self._state, self._pins, self._block, strict=True)
+        for slot, (state, pins, one) in enumerate(columns):
+            is_active = state is SlotState.ACTIVE
+            assert (pins > 0) == is_active, f"slot {slot} is {state.name}, pinned {pins} times"
+            committed = is_active or state is SlotState.INACTIVE
+            assert (one is not None) == committed, f"slot {slot} is {state.name}, holds {one}"
         held = [slot for slot, block in enumerate(self._block) if block is not None]
         held_in = Counter(slot >> STRETCH_BITS for slot in held)
         assert self._held_in == [held_in[at] for at in range(len(self._held_in))]

@@ -60,3 +60,11 @@ SLOT = Machine(
         (SlotState.RETIRED, "revive"): SlotState.RESET,
     },
 )
+
+MOVES = {
+    verb: (state, target)
+    for (state, verb), target in SLOT.transitions.items()
+    if target is not None
+}
+"""Verb → the state that a slot has to be in, and its next one."""
+assert len(MOVES) == len(SLOT.transitions), "a verb moves slots from one state only"

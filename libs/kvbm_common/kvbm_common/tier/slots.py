@@ -1,7 +1,14 @@
 """Slots: the one machine that both tiers keep their blocks in. `slot_states` has its drawing.
 
-What is in the slots is in `slot_records`, what keeps blocks there in `slot_pins`. Which slots are
-free is in `slab_pool`, and which blocks make room for others in `reclaim`.
+A `SlotTable` has four layers, each a class that extends the one below it, and two parts:
+
+    slots         SlotTable    blocks come and leave: stage, register, evict, discard, resize
+    slot_pins     SlotPins     blocks stay: pin, unpin, renew a chain; policies learn of each use
+    slot_tenants  SlotTenants  whose block it is: `_owner`; counts, shares, the next one to leave
+    slot_records  SlotRecords  all other columns: `_state`, `_generation`, `_pins`, `_block`; moves
+
+    slab_pool     `pool`       which slots are free, how long each is, which policy has its block
+    reclaim       `_reclaim`   which blocks make room for others
 """
 
 from __future__ import annotations
@@ -26,8 +33,8 @@ from kvbm_common.tier.tenants import MayLeave, Tenants
 __all__ = ["Block", "SlotTable"]
 
 RENEWED_PER_BLOCK = 64
-"""A chain is renewed for blocks behind it if it has no more than so many for each: its walk takes
-0.2 µs a block. A few decoded tokens behind a long prompt are not worth it. The chains behind which
+"""A chain is renewed for blocks after it if it has no more than so many for each: its walk takes
+0.2 µs a block. A few decoded tokens after a long prompt are not worth it. The chains after which
 a batch comes share this evenly, so that no commit takes longer."""
 
 FORMERS_MAX = 4
@@ -37,7 +44,7 @@ JOINED_MAX = 256
 
 
 class SlotTable(SlotPins):
-    """The slots of one tier. Every change is a transition of SLOT."""
+    """The slots of one tier: blocks come, stay and leave, each by a transition of SLOT."""
 
     def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants | None = None) -> None:
         """Start with empty slots; `make` makes the policies of each size class."""
@@ -69,12 +76,6 @@ class SlotTable(SlotPins):
         """Return whether a block is on its way in."""
         return block in self._staging
 
-    def block(self, slot: int) -> Block:
-        """Return the committed block in a slot."""
-        block = self._block[slot]
-        assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
-        return block if block is not FOLDED else self._folded[slot]
-
     def first_discarded(self, slots: Iterable[int | None]) -> int | None:
         """Return the index of the first of these slots whose block was discarded; None: none was.
 
@@ -83,12 +84,6 @@ class SlotTable(SlotPins):
         if not self._discarded:
             return None
         return next((at for at, slot in enumerate(slots) if slot in self._discarded), None)
-
-    def slot_bytes(self, slot: int) -> int:
-        """Return the length of a slot."""
-        size = self.pool.slab_of[slot].size
-        assert size is not None, f"slot {slot} is of no class"
-        return size.slot_bytes
 
     def committed(self, slot: int) -> Block | None:
         """Return the block in a slot, pinned or not; None: none can be found there."""
@@ -101,7 +96,7 @@ class SlotTable(SlotPins):
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot could be staged now, evicting where needed."""
+        """Tell whether a slot could be staged now, evicting where needed."""
         sizes = self.pool.sizes.values()
         return any(size.free_count or size.idle_count for size in sizes) or any(
             slab.retired_bytes < slab.length for slab in self.pool.free
@@ -333,7 +328,7 @@ class SlotTable(SlotPins):
             self._is_joining |= len(formers) > FORMERS_MAX
 
     def _join(self, older: EvictionPolicy, joined: EvictionPolicy) -> None:
-        """Give the blocks that would leave first to the policy before, behind what it has."""
+        """Give the blocks that would leave first to the policy before, after what it has."""
         count = len(joined)
         names = joined.victims(JOINED_MAX)
         for name in names:
@@ -342,13 +337,3 @@ class SlotTable(SlotPins):
             older.admit(name, self.block(slot).parent)
             self.pool.policy_of[slot] = older
         assert len(joined) == count - len(names), f"{len(joined)} of {count} free blocks are left"
-
-    def _empty(self, slot: int) -> None:
-        left = self.block(slot)
-        self._block_bytes -= left.bytes
-        assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
-        self._block[slot] = None
-        self._held_in[slot >> STRETCH_BITS] -= 1
-        if self._owner[slot] is not None:
-            self._take_back(slot, left)
-        self.pool.give_back(slot)

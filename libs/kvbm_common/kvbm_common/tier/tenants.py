@@ -43,7 +43,7 @@ FEW = 256
 OTHERS = "*"
 """In a setting: each tenant that is not listed."""
 TOGETHER = "others"
-"""What figures call the tenants beyond TENANTS_MAX."""
+"""The name under which metrics add up the tenants beyond TENANTS_MAX."""
 _UNCLEAR = re.compile(rf"{TOGETHER}|[0-9a-f]{{{2 * TAG_BYTES}}}")
 """Names that would pass for those beyond, or for another's tag: figures show the tag instead."""
 SHARES_TEXT = "NAME=WEIGHT, several with commas between; `*` for each tenant that is not listed"

@@ -2,8 +2,8 @@
 
 `events`  NATS, JSON: what a tier or an engine stored, removed, cleared.
 `packed_events`  NATS, msgpack: many of these events in one message.
-`verbs`   NATS, JSON: requests and replies of the services.
-`local`   ZMQ, msgpack: what an engine says to its host tier and consolidator.
+`verbs`, `index_verbs`  NATS, JSON: requests and replies of the services.
+`local`, `consolidator`  ZMQ, msgpack: an engine's messages with its host tier and consolidator.
 `engine_events`  ZMQ, msgpack: vLLM's event frames, both layouts.
 
 Hashes are 32 hex digits in JSON and packed raw bytes in msgpack. Evolution follows msgspec's rules:

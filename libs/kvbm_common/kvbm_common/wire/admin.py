@@ -16,6 +16,7 @@ from msgspec import Meta
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.events import Hex128, HexDigest, Natural, Token
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 
 AUDIT_SUBJECT_PREFIX = "kvbm.v1.audit"
 STEP_BLOCKS_MAX = 4_096
@@ -78,7 +79,8 @@ class BlockReply(_Message, frozen=True, kw_only=True):
     leases: list[BlockLease] = []
     story: list[BlockEntry] = []
     part_count: Annotated[int, Meta(ge=1)] = 1
-    """How many parts of equal size it has: ranges of layers, by groups of heads."""
+    """The number of parts of equal size that the block has: ranges of layers, by groups of
+    heads."""
     part_checksums: list[int] = []
     """The xxh3-64 of each part; empty: it has one, or this tier keeps only how it is cut."""
 
@@ -95,7 +97,7 @@ class RemoveRequest(_Change, frozen=True, kw_only=True):
 
     hashes: Hashes | None = None
     prefix: Hex128 | None = None
-    """Select this block and all behind it, as far as this tier has the chain without a hole."""
+    """Select this block and all after it, as far as this tier has the chain without a hole."""
     namespace: HexDigest | None = None
     everything: bool = False
 
@@ -171,8 +173,8 @@ class DrainReply(_Message, frozen=True, kw_only=True):
 class PrefetchRequest(_Change, frozen=True, kw_only=True):
     """Bring the leading blocks of a run into host memory, from wherever this host can read them."""
 
-    hashes: Hashes
-    """Prefix first, each once."""
+    hashes: Annotated[list[str], Meta(min_length=1, max_length=MATCH_BLOCKS_MAX)]
+    """Prefix first, each once: the whole run, also what is here."""
     deadline_ms: Annotated[int, Meta(ge=1, le=PREFETCH_DEADLINE_MS_MAX)]
 
 
@@ -182,7 +184,7 @@ class PrefetchReply(_Message, frozen=True, kw_only=True):
     blocks: Natural
     filled: Natural
     reason: str = ""
-    """Why the run ends before its last block; empty when it does not."""
+    """The reason why the run ends before its last block; empty when it does not."""
 
 
 class ResizeRequest(_Change, frozen=True, kw_only=True):
@@ -193,11 +195,14 @@ class ResizeRequest(_Change, frozen=True, kw_only=True):
     """
 
     slots: Annotated[int, Meta(ge=1, le=2**40)]
+    goes_on: bool = False
+    """True if the request asks for the next steps of the same resize. It is refused as `superseded`
+    when a newer resize has another goal."""
 
 
 class ResizeReply(_Message, frozen=True, kw_only=True):
     """The slots that may be used now and before, and all that there are. With `more`, the request
-    has not ended: send it again."""
+    has not ended: send it again, with `goes_on`."""
 
     slots: Natural
     was: Natural
@@ -270,7 +275,7 @@ TierRequest = (
     BlockRequest | RemoveRequest | PinRequest | UnpinRequest | PinsRequest | DrainRequest
     | ResizeRequest | PolicyRequest
 )  # fmt: skip
-"""What every tier answers (`kvbm_common.tier.admin`)."""
+"""The requests that every tier answers (`kvbm_common.tier.admin`)."""
 TierReply = (
     BlockReply | RemoveReply | PinReply | UnpinReply | PinsReply | DrainReply
     | ResizeReply | PolicyReply

@@ -25,7 +25,7 @@ class Fill(NamedTuple):
     dropped: int = 0
     """Refused or dropped since the service began; of a history: forgotten."""
     reach_s: float | None = None
-    """How far back a history reaches; None: it has forgotten nothing."""
+    """The age of a history's oldest entry, in seconds; None: it has forgotten nothing."""
 
 
 class Bound(NamedTuple):
@@ -76,10 +76,10 @@ BOUNDS: Mapping[str, Bound] = {
         "Its rewrite waits or fails: its log says why.",
     ),
     "sources": Bound("table", "sources of events", _REPORT),
-    "buffered_events": Bound("queue", "events behind a gap", "Is that source alive? kvbm status."),
+    "buffered_events": Bound("queue", "events after a gap", "Is that source alive? kvbm status."),
     "event_stream": Bound("history", "bytes of the event stream", "Raise KVBM_EVENTS_GB."),
     "streams": Bound("table", "ranks of engines", "Fewer engines on this host."),
-    "pending_batches": Bound("queue", "batches behind a gap", "Is it alive? kvbm workers."),
+    "pending_batches": Bound("queue", "batches after a gap", "Is it alive? kvbm workers."),
     "orphan_blocks": Bound("queue", "blocks that wait for their parent", _REPORT),
     "jobs": Bound("history", "jobs of operators", _REPORT),
     "gone_services": Bound("history", "services that have gone", _REPORT),

@@ -20,11 +20,11 @@ SOCKET_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
 as `oversized`; above this, ZMQ drops the connection without a word."""
 
 _FIELD = re.compile(r"missing required field `(\w+)`|`\$\.(\w+)|^(namespace\.\w+)")
-"""Where msgspec and Namespace say which field is at fault."""
+"""The parts of messages in which msgspec and Namespace name the field at fault."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes of a stranger: the last two for text that is not UTF-8 and for a
-thousand nested lists."""
+"""Errors that msgspec raises for bytes of a stranger. The last two are for text that is not UTF-8
+and for a thousand nested lists."""
 _REFUSALS = (*UNREADABLE, KvbmError)
 
 

@@ -29,7 +29,7 @@ from kvbm_common.identity import IdentityError, pack_tokens
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, UNREADABLE, WireError
 
 EngineHash = int | bytes
-"""What an engine calls a block: an unsigned 64-bit integer, or 8 to 64 bytes."""
+"""An engine's own hash of a block: an unsigned 64-bit integer, or 8 to 64 bytes."""
 
 END_SEQ = 2**64 - 1
 """The sequence number that ends a replay."""
@@ -125,7 +125,7 @@ class EngineFrame(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether this ends a replay."""
+        """Tell whether this message ends a replay."""
         return self.seq == END_SEQ
 
 
@@ -157,7 +157,7 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }  # fmt: skip
-"""Order of the fields in the array layout; what comes behind them is ignored."""
+"""Order of the fields in the array layout; what comes after them is ignored."""
 
 _WITH_HASHES = (BlockStored, BlockRemoved)
 
@@ -202,7 +202,7 @@ def split_replay_request(frames: Sequence[bytes]) -> int:
 
 
 def replayed_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """Return one message of a replay, behind the asker's identity, as vLLM ≥ 0.26 frames it."""
+    """Return one message of a replay, after the asker's identity, as vLLM ≥ 0.26 frames it."""
     return [b"", topic, seq.to_bytes(SEQ_BYTES, "big"), payload]
 
 

@@ -28,12 +28,12 @@ Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**32)]
 """A number that is added up: a sum of these stays a `Natural` for years."""
 Version = Annotated[int, Meta(ge=0, le=2**62)]
-"""What others count on from: the next one must be a `Natural`, too."""
+"""A number from which a receiver counts on: the next one must be a `Natural`, too."""
 Tier = Literal["device", "host", "disk", "object"]
 """G1, G2, G3, G4."""
 
 TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
-"""How the sources begin that are tiers of a host: each engine of it can read from them."""
+"""Beginnings of the sources that are tiers of a host: each engine of it can read from them."""
 
 SUBJECT_PREFIX = "kvbm.v1.events"
 CONSOLIDATED_PREFIX = "kvbm.v1.consolidated"

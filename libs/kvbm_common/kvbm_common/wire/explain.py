@@ -67,7 +67,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Annotated[
         str, _says("Why blocks that were found were not used; empty: they were.")
     ] = ""
-    """What its connector has told afterwards."""
+    """The outcome that its connector has reported after the answer."""
     lost_blocks: Annotated[Natural, _says("Blocks that were found and not used.")] = 0
     trace: str = ""
     """Its trace in OpenTelemetry, 32 hex digits."""

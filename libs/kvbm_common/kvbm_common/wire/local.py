@@ -1,6 +1,7 @@
-"""Local messages: msgpack over ZMQ between an engine's connector, its host tier and consolidator.
+"""Local messages: msgpack over ZMQ between an engine's connector and its host tier.
 
-Both services bind a ROUTER; the connector connects a DEALER. One message is one frame, a map with a
+Those to and from the consolidator are in `consolidator`, which also uses `Beat` and `Refused`. Both
+services bind a ROUTER; the connector connects a DEALER. One message is one frame, a map with a
 `type`. Everything an engine imports to speak this is msgspec, pyzmq, numpy and nixl.
 
     connector                         host tier
@@ -32,15 +33,13 @@ from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.events import Count, Natural, Positive, Token, Version
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from kvbm_common.wire.local_fields import (
-    Adapter,
-    Generation,
     GroupNamespaces,
     Incarnation,
     LookupMs,
 )
 from kvbm_common.wire.session_hint import SessionHint
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
 MISSES_MAX = 1_024
 """Lookups of one message; a step of a busy engine admits some tens."""
@@ -84,7 +83,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     shards: Version = 0
     """The version of the shard map by which it comes here; 0: by the well-known endpoint."""
     verify: str = ""
-    """Which loads this worker compares with their checksums: `always`, `sampled`, `never`."""
+    """The loads that this worker compares with their checksums: `always`, `sampled`, `never`."""
     share: Share | None = None
     """The parts of a block that this rank holds (`tier/parts.py`)."""
 
@@ -114,14 +113,14 @@ class Welcome(_Message, frozen=True, kw_only=True):
     beat_ms: Positive
     """Say `Beat` at least this often, or everything you lease is taken back."""
     explains: bool = False
-    """Whether it explains misses: tell it the `Outcome` of blocks that were not used."""
+    """True if the host tier explains misses: tell it the `Outcome` of blocks that were not used."""
     traces: bool = False
-    """Whether it passes spans on: give lookups a `trace`."""
+    """True if the host tier passes spans on: give lookups a `trace`."""
     filter: Natural = 0
     """The generation of the miss filter beside its arena (`memory/miss_filter.py`), by which an
     engine may answer a lookup itself, and tell it by `Misses`; 0: no filter."""
     hints: bool = False
-    """Whether it takes a `SessionHint`."""
+    """True if the host tier takes a `SessionHint`."""
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -189,7 +188,7 @@ class Lookup(_Message, frozen=True, kw_only=True):
     """`identity.content_digest` of the first block's tokens, where these hashes begin a sequence:
     shows that a miss is one of salt or namespace alone."""
     avoided: Count = 0
-    """Blocks behind these that are not asked for: hits with them need one that failed to load."""
+    """Blocks after these that are not asked for: hits with them need one that failed to load."""
     trace: str = ""
     """A `traceparent` (W3C Trace Context) whose span is this onboard; empty: not traced."""
     sent_us: Natural = 0
@@ -197,13 +196,13 @@ class Lookup(_Message, frozen=True, kw_only=True):
     parent: str = ""
     """With a trace: the `traceparent` of the engine's own span, if it has one."""
     groups: Annotated[list[GroupRun], Meta(max_length=GROUPS_MAX)] = []
-    """How `hashes` is cut into KV groups, if the model has several. The answer is the largest
+    """The cut of `hashes` into KV groups, if the model has several. The answer is the largest
     boundary at which every group has what a hit needs."""
     prefill: PrefillCost | None = None
-    """What the engine takes to compute instead, as far as that was measured."""
+    """The engine's time to compute the blocks instead, as far as it was measured."""
     only_asks: bool = False
-    """Whether the blocks are not wanted yet: those here or below are told by `usable`, and neither
-    leased nor brought. It counts for no hit rate, and is not explained."""
+    """True if the blocks are not wanted yet. Those here or below are told by `usable`, and neither
+    leased nor brought. The lookup counts for no hit rate, and is not explained."""
 
 
 class Outcome(_Message, frozen=True, kw_only=True):
@@ -278,7 +277,7 @@ class Found(_Message, frozen=True, kw_only=True):
     (`tier/kv_groups.py`), group after group."""
     shared: Natural = 0
     """The tokens up to which every group that needs all blocks has them, in a lookup with groups.
-    Behind `boundary`, blocks of other groups are missing: prompts part here."""
+    After `boundary`, blocks of other groups are missing: prompts part here."""
     usable: Natural = 0
     """Blocks from the first on that can be had, of a lookup that only asks."""
     part_sums: bytes = b""
@@ -319,82 +318,8 @@ class Confirm(_Message, frozen=True, kw_only=True):
     held: bool
 
 
-# --- connector to consolidator --------------------------------------------------------------
-
-
-class Attach(_Message, frozen=True, kw_only=True):
-    """Follow this engine's event stream (vLLM's wire) and name its blocks in `namespace`.
-
-    `endpoint` and `replay_endpoint` are where the engine's PUB and ROUTER listen. An engine without
-    events has no endpoint (`""`): it attaches for its offers alone.
-
-    Sent again when `generation`, `adapters` or `passes_through` change, which goes on with what is
-    followed; any other difference begins another life.
-    """
-
-    engine: Token
-    incarnation: Incarnation
-    endpoint: str
-    replay_endpoint: str = ""
-    topic: str = ""
-    rank: Natural = 0
-    """Data-parallel rank."""
-    namespace: Namespace
-    generation: Generation = ""
-    """Part of the names of blocks that are stored after the engine's cache is cleared next."""
-    adapters: list[Adapter] | None = None
-    """The adapters that requests have used. None: an adapter's name alone names its blocks."""
-    group_namespaces: GroupNamespaces = []
-    """The namespaces of the model's other KV groups; `namespace` is the first group's."""
-    passes_through: str = ""
-    """Why the engine computes without a cache; empty: it has one. People read it."""
-
-
-class Attached(_Message, frozen=True, kw_only=True):
-    """The stream is followed, under this epoch."""
-
-    engine: Token
-    rank: Natural
-    epoch: Natural
-    offers: bool = True
-    """Whether offers can be passed on now. Said again when that changes."""
-    generation: Generation = ""
-    """The one that was said last, in force from the next clear on."""
-
-
-class Detach(_Message, frozen=True, kw_only=True):
-    """The engine ends: announce its device blocks as gone."""
-
-    engine: Token
-    incarnation: Incarnation
-
-
-class OfferedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of device blocks on offer: packed hashes, and the block id of each."""
-
-    parent: bytes
-    hashes: bytes
-    blocks: list[Natural]
-
-
-class Offered(_Message, frozen=True, kw_only=True):
-    """An offer on its way from the connector to the consolidator, which sends `verbs.Offer`."""
-
-    engine: Token
-    incarnation: Incarnation
-    offer: Natural
-    namespace: bytes
-    deadline_ms: Positive
-    priority: int = 0
-    runs: list[OfferedRun]
-
-
 ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm | Outcome | Misses | SessionHint
 FromHostTier = Welcome | Alive | Refused | Found | Pulled | Moved
-ToConsolidator = Attach | Detach | Offered | Beat
-FromConsolidator = Attached | Refused
 
 to_host_tier: MsgpackCodec[ToHostTier] = MsgpackCodec(ToHostTier)
 from_host_tier: MsgpackCodec[FromHostTier] = MsgpackCodec(FromHostTier)
-to_consolidator: MsgpackCodec[ToConsolidator] = MsgpackCodec(ToConsolidator)
-from_consolidator: MsgpackCodec[FromConsolidator] = MsgpackCodec(FromConsolidator)

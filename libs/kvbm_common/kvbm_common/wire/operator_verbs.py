@@ -21,7 +21,7 @@ from msgspec import Meta
 from kvbm_common.eviction import POLICIES
 from kvbm_common.wire import admin
 from kvbm_common.wire.events import Hex128, HexDigest, Token
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 
 SERVICES = ("index", "host-tier", "disk-tier", "object-tier", "metrics", "consolidator")
 """Every kind of service; each instance answers `stats`, `metrics` and `log_level`."""
@@ -87,7 +87,8 @@ class OperatorVerb:
     exactly_one_of: Sequence[str] = ()
     at_least_one_of: Sequence[str] = ()
     job: bool = False
-    """Whether the route answers with a job, whose steps are in `kvbm_metrics`: it takes long."""
+    """True if the route answers with a job, whose steps are in `kvbm_metrics`: the verb takes
+    long."""
     method: Literal["GET", "POST"] = "POST"
     path: str = ""
     """Empty: /v1/ and the name."""
@@ -105,7 +106,7 @@ class OperatorVerb:
 
     @property
     def is_change(self) -> bool:
-        """Whether it changes something, so that it is audited."""
+        """Tell whether the verb changes something, so that it is audited."""
         return self.method == "POST"
 
     @property
@@ -150,7 +151,8 @@ OPERATOR_VERBS = (
     ),
     OperatorVerb(
         "reset", admin.RemoveRequest, admin.RemoveReply,
-        "Remove blocks, also those that are being read: they are not found again.",
+        "Remove blocks, also those that are being read. Under traffic others may arrive: "
+        "`arrived` counts them, and `kvbm drain` before it keeps them out.",
         given=_REMOVED, exactly_one_of=_REMOVED_BY, job=True,
     ),
     OperatorVerb(

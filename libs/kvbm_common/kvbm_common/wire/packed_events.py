@@ -50,7 +50,7 @@ PACKED_BLOCKS_MAX = 1_024
 messages in one step, so this bounds for how long it answers nothing."""
 SEQ_MAX = 2**63 - 1
 SUBJECT_NAMES = 3
-"""Behind the prefix: host, source, kind."""
+"""After the prefix: host, source, kind."""
 SUBJECTS_MAX = 4_096
 """Subjects that are remembered."""
 
@@ -79,7 +79,7 @@ class _Part(
     group: Natural = 0
     namespace: RawDigest
     sizes: Sizes
-    """How many blocks each event has."""
+    """The number of blocks of each event."""
 
 
 class StoredPart(_Part, frozen=True, kw_only=True, tag="stored", gc=False):

@@ -11,7 +11,8 @@ from kvbm_common.wire import VERSION
 from kvbm_common.wire.events import Natural
 
 INDEX_GROUP = "index-partition"
-"""What serves the index's verbs for one partition, p of n: `kvbm.v1.index-partition.n.p.VERB`."""
+"""The services that answer the index's verbs for partition p of n:
+`kvbm.v1.index-partition.n.p.VERB`."""
 
 
 class _OfPartitions(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,8 @@ RUNNING_BLOCKS = 1.0
 equally much of a prompt, too little to give up several blocks."""
 
 Place = Literal["device", "host", "disk", "object", "peer"]
-"""Where an engine finds a block: its own device, a tier of its host, another host's memory."""
+"""A place where an engine finds a block: its own device, a tier of its host, another host's
+memory."""
 Amount = Annotated[float, Meta(ge=0, le=1_000_000_000)]
 
 
@@ -50,7 +51,7 @@ class RouteRequest(ScoreRequest, frozen=True, kw_only=True):
     peer_weight: Weight = PEER_WEIGHT
     """The weight of a block in the memory of another host; 0: peers are not read."""
     running_blocks: Amount = RUNNING_BLOCKS
-    """What a running request costs, in blocks."""
+    """The cost of a running request, in blocks."""
 
 
 class RankedEngine(msgspec.Struct, frozen=True, kw_only=True):

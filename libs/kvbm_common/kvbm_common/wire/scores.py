@@ -8,13 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from kvbm_common.wire.events import Hex128, Natural, Tier, Token
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest, _HolderPosition
 from kvbm_common.wire.partitions import _OfPartitions
-from kvbm_common.wire.verbs import (
-    MatchReply,
-    MatchRequest,
-    _HolderPosition,
-    _Message,
-)
+from kvbm_common.wire.verbs import _Message
 
 BATCH_QUESTIONS_MAX = 256
 """A router asks for what has arrived in a few milliseconds."""

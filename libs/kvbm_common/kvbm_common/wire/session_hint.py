@@ -10,8 +10,8 @@ from msgspec import Meta
 from kvbm_common.identity import HASH_BYTES
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.events import Natural, Token
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from kvbm_common.wire.local_fields import Incarnation
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
 SESSION_CHARS_MAX = 256
 HINT_TTL_MS_MAX = 3_600_000

@@ -11,7 +11,7 @@ from msgspec import Meta
 from kvbm_common.wire.events import Hex128, HexDigest, Natural
 
 GridCode = Annotated[int, Meta(ge=1, le=2**16 - 1)]
-"""How a block is cut into parts: a number of `tier/parts.py`."""
+"""The number that `tier/parts.py` gives to a cut of a block into parts."""
 
 
 class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,8 +43,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: Natural
     seen_ms_ago: Natural
     verify: str = ""
-    """Which loads it compares with their checksums, as its Hello says; empty: not known."""
+    """The loads that it compares with their checksums, as its Hello says; empty: not known."""
     prefill_tokens_per_s: float = 0.0
-    """How fast it computes short prompts, as its connector has measured it; 0: not known."""
+    """Tokens per second of short prompts, as its connector has measured; 0: not known."""
     passes_through: str = ""
-    """Why its engine computes without a cache; empty: it has one."""
+    """The reason why its engine computes without a cache; empty: it has one."""

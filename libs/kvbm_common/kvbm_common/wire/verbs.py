@@ -11,21 +11,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvbm_common.identity import Namespace
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.events import Hex128, HexDigest, Natural, Positive, Run, Tier, Token
-from kvbm_common.wire.partitions import _OfPartitions
 from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
 from kvbm_common.wire.tier_stats import SizeStats, TenantStats, WorkerStats
 
-MATCH_BLOCKS_MAX = 65_536
-"""A prompt of a million tokens at 16 per block; a longer question is a mistake."""
-DUMP_BLOCKS_MAX = 65_536
-"""Blocks of a dump in one message: 2.3 MB of JSON, made in 20 ms."""
-DUMP_PAGE_MAX = 16_384
-"""Blocks of a page, which is made in 20 ms where a holder has a million."""
-DUMP_CURSOR_MAX = 256
 OFFER_BLOCKS_MAX = 4_096
 """One offer pins device blocks until it is answered; more come in several offers."""
 SNAPSHOT_PAGES_MAX = 10_000
@@ -123,7 +114,7 @@ class LeaseRequest(_Message, frozen=True, kw_only=True):
     trace: str = ""
     """The `traceparent` of the onboard that wants them; empty: not traced."""
     token: LeaseToken = ""
-    """What the owner has drawn, and says again to give the lease back; empty: nothing is asked."""
+    """The random token with which the owner gives the lease back; empty: none is asked for."""
 
 
 class LeaseReply(_Message, frozen=True, kw_only=True):
@@ -206,83 +197,6 @@ class FillReply(_Message, frozen=True, kw_only=True):
     slots: list[FilledSlot]
 
 
-# --- index ----------------------------------------------------------------------------------
-
-
-class MatchRequest(_Message, frozen=True, kw_only=True):
-    """The longest usable prefix per holder. Give `hashes`, or `tokens` with a `namespace`."""
-
-    hashes: Annotated[list[str], Meta(max_length=MATCH_BLOCKS_MAX)] | None = None
-    tokens: (
-        Annotated[
-            list[Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]],
-            Meta(max_length=MATCH_BLOCKS_MAX * 64),
-        ]
-        | None
-    ) = None
-    namespace: Namespace | None = None
-    salt: str | None = None
-    lora: str | None = None
-
-
-class HolderMatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One holder and how many blocks of the prefix it has without a hole, from the first on."""
-
-    host: Token
-    source: Token
-    tier: Tier
-    rank: Natural = 0
-    group: Natural = 0
-    blocks: Natural
-
-
-class MatchReply(_OfPartitions, frozen=True, kw_only=True):
-    """Holders with at least one block, longest first."""
-
-    asked: Natural
-    matches: list[HolderMatch]
-
-
-class DumpRequest(_Message, frozen=True, kw_only=True):
-    """Everything the index holds, or what it holds of one source.
-
-    More than 65,536 blocks are told in pages only, each of the next blocks as of its own moment.
-    """
-
-    source: Token | None = None
-    limit: Annotated[int, Meta(ge=0, le=DUMP_PAGE_MAX)] = 0
-    """How many blocks a page has at most; 0: everything at once."""
-    after: Annotated[str, Meta(max_length=DUMP_CURSOR_MAX)] = ""
-    """The `next` of the page before; empty: the first page."""
-
-
-class _HolderPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """One holder, and the position up to which this is true."""
-
-    host: Token
-    source: Token
-    tier: Tier
-    rank: Natural = 0
-    group: Natural = 0
-    epoch: Natural
-    seq: Natural
-
-
-class HolderDump(_HolderPosition, frozen=True, kw_only=True):
-    """The blocks of one holder, sorted, and the position up to which that is true."""
-
-    hashes: list[str]
-
-
-class DumpReply(_OfPartitions, frozen=True, kw_only=True):
-    """One entry per holder. A holder whose blocks are on several pages may have moved on between
-    them: its `epoch` or `seq` differ then."""
-
-    holders: list[HolderDump]
-    next: str = ""
-    """Where the next page begins; empty: this was the last one."""
-
-
 # --- every source ---------------------------------------------------------------------------
 
 
@@ -291,7 +205,7 @@ class SnapshotRequest(_Message, frozen=True, kw_only=True):
 
     source: Token
     consolidated: bool = False
-    """Whether a consolidator returns the engine's consolidated stream, not its device blocks."""
+    """True if a consolidator returns the engine's consolidated stream, not its device blocks."""
     page: Annotated[int, Meta(ge=0, le=SNAPSHOT_PAGES_MAX)] = 0
     """A further page of the snapshot as of (`epoch`, `seq`); 0: a new one."""
     epoch: Natural = 0
@@ -319,7 +233,7 @@ class SnapshotReply(_Message, frozen=True, kw_only=True):
     parts: list[SnapshotPart]
     page: Natural = 0
     pages: Annotated[int, Meta(ge=1, le=SNAPSHOT_PAGES_MAX)] = 1
-    """What does not fit into a message comes in so many, each asked for: see SnapshotRequest."""
+    """Pages of the snapshot, each asked for by a SnapshotRequest; 1: it fits into one message."""
 
 
 class StatsRequest(_Message, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Broken chains: blocks for which an overloaded disk had no time, and what hangs on them.
 
-A lookup for full attention ends at the first missing block: what is on disk behind one that is
-not cannot be reached. So a disk that is too slow drops whole chains: a block with its descendants,
+A lookup for full attention ends at the first missing block: blocks after it are of no use, though
+they are on disk. So a disk that is too slow drops whole chains: a block with its descendants,
 those that wait and those that come later. A dropped block is forgotten when it waits again or was
 found in the store, and every one when nothing waits any more: then the overload is over.
 
@@ -102,5 +102,5 @@ class BrokenChains:
         assert self._parent.keys() <= set(waiting), "a block is linked, and does not wait"
         assert self.dropped.keys().isdisjoint(waiting), "a block waits, and was dropped"
         assert len(self.dropped) <= self._dropped_max
-        links = [(child, one) for one, below in self._children.items() for child in below]
+        links = [(child, parent) for parent, below in self._children.items() for child in below]
         assert dict(links) == self._parent, "children and parents disagree"

@@ -67,10 +67,10 @@ from kvbm_disk_tier.core.messages import (
 from kvbm_disk_tier.core.pending import Admission, PendingBlocks
 from kvbm_disk_tier.core.reads import Reads
 from kvbm_disk_tier.core.shards import Shards
-from kvbm_disk_tier.core.store import Store
+from kvbm_disk_tier.core.store_status import StoreStatus
 from kvbm_disk_tier.core.view import View
 from kvbm_disk_tier.core.write_budget import WriteBudget
-from kvbm_disk_tier.core.write_queue import Told
+from kvbm_disk_tier.core.write_queue import Origin
 from kvbm_disk_tier.core.writes import Writes
 
 
@@ -104,7 +104,7 @@ class DiskTierCore:
         self.limits = limits or DiskTierLimits()
         means = Means(self.limits, self.counts, self._emit)
         self.health = DiskHealth(self.counts, self._emit, called=kind.called)
-        self.store = Store(kind, means)
+        self.store = StoreStatus(kind, means)
         self.arenas = HostArenas(self.store, self._emit)
         announcer = Announcer(host=host, source=source, tier=kind.tier, epoch=epoch)
         self.inventory = Inventory(announcer, policy=policy, has_journal=kind.sized, means=means)
@@ -246,8 +246,8 @@ class DiskTierCore:
                 chain = hashes_from_hex(run.hashes)
                 parents.update(zip(chain, hashes_from_hex([run.parent]) + chain, strict=False))
                 names += chain
-            told = Told(instance, event.block_bytes, bytes.fromhex(event.namespace))
-            self.writes.seen(names, told, now_ms, parents)
+            origin = Origin(instance, event.block_bytes, bytes.fromhex(event.namespace))
+            self.writes.consider(names, origin, now_ms, parents)
         elif isinstance(event, Removed) and self.pending.waiting:
             self.pending.gone(hashes_from_hex(event.hashes), instance, now_ms)
 
@@ -263,14 +263,14 @@ class DiskTierCore:
                 self.arenas.ask_snapshots()
             case HostSnapshot(instance, reply):
                 for part in reply.parts:
-                    told = Told(instance, part.block_bytes, bytes.fromhex(part.namespace))
+                    origin = Origin(instance, part.block_bytes, bytes.fromhex(part.namespace))
                     for run in part.runs:
-                        self.writes.listed(hashes_from_hex(run.hashes), told, now_ms)
+                        self.writes.consider_listed(hashes_from_hex(run.hashes), origin, now_ms)
             case HostSnapshotFailed(instance):
                 self.arenas.snapshot_failed(instance)
             case HitsTold(instance, hits):
-                told = Told(instance, hits.block_bytes, bytes.fromhex(hits.namespace))
-                self.writes.seen(hashes_from_hex(hits.hashes), told, now_ms)
+                origin = Origin(instance, hits.block_bytes, bytes.fromhex(hits.namespace))
+                self.writes.consider(hashes_from_hex(hits.hashes), origin, now_ms)
             case ArenaKnown(arena):
                 self.arenas.known(arena)
             case ArenaFailed(instance):
@@ -308,8 +308,17 @@ class DiskTierCore:
         if isinstance(asked.request, FilterRequest):
             self._emit(Answer(asked.reply_to, self._set_filter(asked.request)))
             return
+        if asked.verb == "reset" and (problem := self._removal_problem()):
+            text = f"blocks that are removed here may come back: {problem}"
+            self._emit(Answer(asked.reply_to, ErrorBody(code="store", message=text)))
+            return
         answer = self.admin.answer(asked.verb, asked.request, now_ms)
         self._emit(Answer(asked.reply_to, answer))
+
+    def _removal_problem(self) -> str:
+        """Return why the store may keep what is removed from the table; empty: it does not."""
+        bypass = "" if self.health.reads else self.health.problem
+        return self.store.problem or bypass or self.inventory.journal.problem
 
     def _set_filter(self, request: FilterRequest) -> FilterReply:
         now = self.pending.admission.filter
@@ -347,12 +356,12 @@ class DiskTierCore:
         """Begin what the input may have made possible. Reads go first."""
         if self.reads.waiting or self.reads.early.fills:
             self.reads.advance(now_ms)
-        flying, reading = self.writes.flying.by_id, self.reads.flying
-        if self.store.wants_opening and not flying and not reading:
+        in_flight, reading = self.writes.in_flight.by_id, self.reads.in_flight
+        if self.store.wants_opening and not in_flight and not reading:
             self._fit_store(now_ms)
         if self.pending.waiting and (self.inventory.stopped or self.inventory.draining):
             self.pending.forget("stopping" if self.inventory.stopped else "draining", now_ms)
-        if flying or self.pending.waiting:
+        if in_flight or self.pending.waiting:
             self.writes.advance(now_ms, beside_reads=bool(reading))
         self.inventory.journal.advance(self.inventory.table, self.writes.committing, now_ms)
         # Blocks that are not well placed here are for other instances to write.
@@ -364,8 +373,8 @@ class DiskTierCore:
 
     def _fit_store(self, now_ms: int) -> None:
         """Replace the store by one that is cut for the largest blocks of the arenas."""
-        assert not self.writes.flying.by_id, "a write is in flight"
-        assert not self.reads.flying, "a read is in flight"
+        assert not self.writes.in_flight.by_id, "a write is in flight"
+        assert not self.reads.in_flight, "a read is in flight"
         if self.inventory.stopped or not self.store.may_open(now_ms):
             return
         sizes = self.arenas.sizes()

@@ -12,30 +12,28 @@ not seen for longest are forgotten.
 from __future__ import annotations
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.name_history import NameHistory
+from kvbm_common.tier.name_history import NameHistory, entries_for
 
 PASS_COUNT = 2
 DECAY_STEP_MS = 4 * 3600 * 1000
 """Longer brings nothing more with pauses of two hours: see `benchmarks/admission.py`."""
-ENTRIES_MAX = 1_000_000
-ENTRIES_MIN = 16_384
-SLOTS_TIMES = 8
-"""Sights of so many times the store's blocks are kept, between these two numbers."""
+SIGHTS_MAX = 1_000_000
+SIGHTS_MIN = 16_384
 COUNT_MAX = 4
 """One doubling above what is needed to pass. Stored blocks are not counted, so a higher count would
 only measure failed writes."""
 PASS_COUNT_MAX = (1 << 20) - 1
 
 
-def entries_for(slot_count: int) -> int:
+def sights_for(slot_count: int) -> int:
     """Return how many blocks are noted for a store with so many slots."""
-    return min(ENTRIES_MAX, max(ENTRIES_MIN, SLOTS_TIMES * slot_count))
+    return entries_for(slot_count, SIGHTS_MIN, SIGHTS_MAX)
 
 
 class FrequencyFilter:
     """Counts how often blocks were seen lately. Pure: every question comes with the time."""
 
-    def __init__(self, *, enabled: bool = True, entries_max: int = ENTRIES_MAX) -> None:
+    def __init__(self, *, enabled: bool = True, entries_max: int = SIGHTS_MAX) -> None:
         assert entries_max > 0, entries_max
         self.enabled = enabled
         self._limit = entries_max
@@ -46,7 +44,7 @@ class FrequencyFilter:
 
     @property
     def entries_max(self) -> int:
-        """How many blocks are noted at most."""
+        """The number of blocks that are noted, at most."""
         return self._sights.entries_max
 
     def __len__(self) -> int:
@@ -57,7 +55,7 @@ class FrequencyFilter:
         """Note as many blocks as a store with so many slots needs; if these are fewer than it has
         noted, begin again."""
         assert slot_count > 0, f"a store with {slot_count} slots"
-        entries_max = min(self._limit, entries_for(slot_count))
+        entries_max = min(self._limit, sights_for(slot_count))
         if len(self) > entries_max:
             self._sights = NameHistory(entries_max)
         self._sights.resize(entries_max)

@@ -30,7 +30,7 @@ from kvbm_disk_tier.core.messages import (
 SLOW_MS = 5_000
 """A batch of sixteen blocks that takes a disk so long is slower than recomputing them."""
 STALLED_MS = 2 * SLOW_MS
-"""What has not come back after so long counts as a trouble with every tick."""
+"""The time from which on a missing answer counts as a trouble with every tick."""
 
 
 class HealthState(Enum):
@@ -94,14 +94,15 @@ class DiskHealth:
         self.reads = self.writes = True
         """Blocks may be read, and written."""
         self.problem = ""
-        """Why blocks are not written, or not even read, for /readyz; empty: the disk works."""
+        """The reason why blocks are not written, or not even read, for /readyz; empty: the disk
+        works."""
         self._counts, self._emit = counts, emit
         self._rows: Counter[Cause] = Counter()
         self._pause_ms = PAUSE_MS
         self._probe_from_ms = 0
-        self._probe_flies = False
+        self._probe_in_flight = False
         self._broken_by: Cause | None = None
-        """What has to go well for the pause to be short again."""
+        """The cause that must go well before pauses are short again; None: they are short."""
 
     # --- what comes back --------------------------------------------------------------------
 
@@ -166,15 +167,15 @@ class DiskHealth:
     def tick(self, now_ms: int) -> None:
         """Have the medium try again, once the pause is over."""
         spared = HEALTH.has(self.state, "paused") and now_ms >= self._probe_from_ms
-        if spared and not self._probe_flies:
+        if spared and not self._probe_in_flight:
             self._move("paused")
-            self._probe_flies = True
+            self._probe_in_flight = True
             self._emit(ProbeStore())
 
     def _probed(self, event: StoreProbed, now_ms: int) -> None:
         """Take what a probe has found; one that began before the last failure says nothing."""
-        assert self._probe_flies, "nothing was probed"
-        self._probe_flies = False
+        assert self._probe_in_flight, "nothing was probed"
+        self._probe_in_flight = False
         if self.state not in PROBED:
             return
         if event.read_failure or event.write_failure:
@@ -205,5 +206,5 @@ class DiskHealth:
         assert self.reads == (self.state in READABLE), self.state
         assert self.writes == (self.state is HealthState.WORKING), self.state
         assert bool(self.problem) == (not self.writes), f"{self.state}: {self.problem!r}"
-        assert self._probe_flies or self.state not in PROBED, self.state
+        assert self._probe_in_flight or self.state not in PROBED, self.state
         assert PAUSE_MS <= self._pause_ms <= PAUSE_MAX_MS, f"a pause of {self._pause_ms} ms"

@@ -14,7 +14,7 @@ from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.verbs import ArenaReply
 
 from kvbm_disk_tier.core.effects import AskArena, AskHostSnapshot, DropArena, Emit
-from kvbm_disk_tier.core.store import Store
+from kvbm_disk_tier.core.store_status import StoreStatus
 
 
 class ArenaState(Enum):
@@ -52,7 +52,8 @@ MAPPED = (ArenaState.MAPPED, ArenaState.RENEWING)
 ASKED = (ArenaState.ASKED, ArenaState.RENEWING)
 NOT_GONE = -1
 UNCUT_MS = 5_000
-"""How often a host tier without an engine is asked whether its arena is cut."""
+"""The pause between two questions to a host tier without an engine, which may have cut its
+arena."""
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class HostArena:
 class HostArenas:
     """All of them, by instance, and which of their arenas fit the store."""
 
-    def __init__(self, store: Store, emit: Emit) -> None:
+    def __init__(self, store: StoreStatus, emit: Emit) -> None:
         self.mapped: dict[str, ArenaReply] = {}
         """The arenas that are mapped, by the instance of their host tier."""
         self.usable: dict[int, ArenaReply] = {}

@@ -45,7 +45,7 @@ class Inventory:
         """The pins of operators; reads keep their slots without leases."""
         self.diary = Diary()
         self.departures = Departures()
-        """When and why blocks left, or were not written."""
+        """Times and reasons of blocks that have left, or were not written."""
         self.journal = JournalWriter(
             has_file=has_journal,
             place=lambda slot: self.table.pool.place_of[slot],
@@ -82,7 +82,7 @@ class Inventory:
     def reformat(self, now_ms: int) -> None:
         """Lose every block and slot: another store takes the place of this one."""
         assert not self.table.staged(), "a write is in flight"
-        untold = {block.hash for block in self.table.unfold(self.table.folded_count)}
+        unannounced = {block.hash for block in self.table.unfold(self.table.folded_count)}
         blocks = self.table.blocks()
         self._counts["dropped.store_reformatted"] += len(blocks)
         self.table = self._new_table(Layout.unsized(0))
@@ -90,7 +90,7 @@ class Inventory:
         for lease in self.leases.all():  # The leased blocks are gone, with their slots.
             self.leases.release(lease.id)
         assert len(self.leases) == 0, f"{len(self.leases)} leases hold slots of another store"
-        self._announce_removed(blocks, "reformatted", untold, now_ms)
+        self._announce_removed(blocks, "reformatted", unannounced, now_ms)
 
     def announce_former(self) -> None:
         """Announce the next blocks of a former life; those not announced yet are served as well."""
@@ -104,19 +104,19 @@ class Inventory:
         if self.table.folded_count:
             self._emit(AnnounceLater())
 
-    def told_blocks(self) -> list[Block]:
+    def announced_blocks(self) -> list[Block]:
         """Return the blocks that were announced and have not left, for a snapshot."""
-        told = [block for part in self.told_parts() for block in part()]
-        folded = 0 if self.stopped else len(self.table) - len(told)
+        announced = [block for part in self.announced_parts() for block in part()]
+        folded = 0 if self.stopped else len(self.table) - len(announced)
         assert 0 <= folded <= self.table.folded_count, f"{folded} blocks are folded"
-        return told
+        return announced
 
-    def told_parts(self) -> list[BlocksNow]:
+    def announced_parts(self) -> list[BlocksNow]:
         """Return what lists those blocks, a page of a snapshot each."""
         parts = self.table.cut(PAGE_BLOCKS)
-        return [partial(self._told_in, part) for part in parts]
+        return [partial(self._announced_in, part) for part in parts]
 
-    def _told_in(self, slots: Sequence[range]) -> list[Block]:
+    def _announced_in(self, slots: Sequence[range]) -> list[Block]:
         return [] if self.stopped else self.table.unfolded_in(slots)
 
     # --- blocks come ------------------------------------------------------------------------
@@ -199,11 +199,11 @@ class Inventory:
     def _evict(self, victims: Sequence[SequenceHash], by: str, now_ms: int) -> None:
         """Evict blocks that were chosen by this policy, or for this reason."""
         assert len(set(victims)) == len(victims), "a block is evicted once"
-        untold = self.table.folded(victims)
+        unannounced = self.table.folded(victims)
         evicted = [(self.table.find(name), self.table.evict(name)) for name in victims]
         self.journal.removed(evicted)
         gone = [block for _, block in evicted]
-        self._announce_removed(gone, "evicted", untold, now_ms, detail=by)
+        self._announce_removed(gone, "evicted", unannounced, now_ms, detail=by)
 
     def lose(self, lost: Iterable[tuple[int, Block]], reason: str, now_ms: int) -> None:
         """Discard blocks that cannot be read any more: no lookup finds them again.
@@ -212,13 +212,16 @@ class Inventory:
         """
         assert reason, "blocks are lost for a reason"
         lost = list(lost)
-        untold = self.table.folded(block.hash for _, block in lost)
+        unannounced = self.table.folded(block.hash for _, block in lost)
+        here = self.table.find_all([block.hash for _, block in lost])
+        # No reader gives back what an operator has pinned.
+        self.table.unpin(self.leases.leave(slot for slot in here if slot is not None))
         found = [
             (slot, block) for slot, block in lost if self.table.discard(block.hash) is not None
         ]
         if reason != "gone":
             self.journal.removed(found)
-        self._announce_removed([block for _, block in found], reason, untold, now_ms)
+        self._announce_removed([block for _, block in found], reason, unannounced, now_ms)
 
     def remove(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
         """Discard blocks at once, pinned or not."""
@@ -230,20 +233,22 @@ class Inventory:
         self,
         blocks: Sequence[Block],
         reason: str,
-        untold: Collection[SequenceHash],
+        unannounced: Collection[SequenceHash],
         now_ms: int,
         *,
         detail: str = "",
     ) -> None:
-        """Announce that blocks have left, except those in `untold`, which were never announced."""
+        """Announce that blocks have left, except those in `unannounced`."""
         assert reason, "blocks are lost for a reason"
         self._counts[f"evictions.{reason}"] += len(blocks)
         names = [block.hash for block in blocks]
         self.diary.note_all(now_ms, f"removed: {reason}", names)
         self.departures.note(names, reason, now_ms, detail=detail)
-        told = [block for block in blocks if block.hash not in untold] if untold else blocks
+        announced = (
+            [block for block in blocks if block.hash not in unannounced] if unannounced else blocks
+        )
         if not self.stopped:
-            for event in self.announcer.removed(told, reason):
+            for event in self.announcer.removed(announced, reason):
                 self._emit(Publish(event))
 
     # --- operators --------------------------------------------------------------------------
@@ -259,3 +264,4 @@ class Inventory:
         """Assert every invariant of slots and leases; O(slots)."""
         self.table.check()
         self.leases.check()
+        assert self.table.discarded().isdisjoint(self.leases.pinned_slots), "a lost block's slot"

@@ -81,13 +81,22 @@ class Replay:
     """The result of reading a journal: the live block of each place, and where to go on."""
 
     blocks: Mapping[int, Block]
-    """By place, in the order in which they were committed."""
+    """Place → its block, in the order in which blocks were committed."""
     next_order: int
     records: int
     damaged: int
     """Records that failed their checksum."""
     moved_bytes: int = 0
     """Bytes of slots that were copied, because the store has become smaller."""
+
+
+def records_of(operation: Operation, blocks: Mapping[int, Block], first: int) -> tuple[Record, ...]:
+    """Return a record for each block, by place; their orders begin with `first`."""
+    assert first > 0, first
+    return tuple(
+        Record(operation, order, place, block)
+        for order, (place, block) in enumerate(blocks.items(), first)
+    )
 
 
 def encode_record(record: Record) -> bytes:

@@ -61,28 +61,30 @@ class JournalWriter:
         self._shortest = 0
         """Records that the last rewrite wrote; the file cannot be shorter."""
         self._rewrite_from_ms: int | None = 0
-        """When a rewrite may begin; None: one is under way."""
+        """The time from which a rewrite may begin; None: one is under way."""
         self._next_slot = self._part_records = self._next_records = 0
         """State of the rewrite under way: its next slot, the records of its parts, and all records
         of the new file, those appended meanwhile included."""
-        self._part_flies = False
+        self._part_in_flight = False
         self._is_wrong = False
-        """The file lacks records of removed blocks: it lists blocks that are gone."""
+        """The file is to be rewritten: it lists blocks that are gone, or a rewrite has failed."""
+        self._lacks_removals = False
+        """The file in use lists blocks that are gone."""
         self._due_since_ms: int | None = None
         self.due_ms = 0
-        """How long a rewrite has been due without success, as of the last tick."""
+        """The time for which a rewrite has been due without success, as of the last tick."""
         self._has_file = has_file
         self._place = place
         self._diary = diary
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._order = 1
         self._order_of = array("Q")
-        """By slot, the order of the record of the block in it."""
+        """Slot → the order of the record of the block in it."""
         self._former_order = 0
         """The highest order that `restored` has given to a block of a former life."""
 
     def opened(self, replay: Replay, layout: Layout) -> None:
-        """Append to the journal of the store that was opened, behind its last record."""
+        """Append to the journal of the store that was opened, after its last record."""
         assert replay.next_order > 0
         assert layout.slot_count > 0, "a store has slots"
         self._order = replay.next_order
@@ -91,8 +93,8 @@ class JournalWriter:
         per_slot = self._limits.journal_records_per_slot
         self.longest = journal_records_max(layout.slot_count, layout.slot_bytes, per_slot)
         self._set_longest(len(replay.blocks))
-        self._rewrite_from_ms, self._part_flies, self._is_wrong = 0, False, False
-        self._shortest = 0
+        self._rewrite_from_ms, self._part_in_flight, self._is_wrong = 0, False, False
+        self._shortest, self._lacks_removals = 0, False
         self._counts["journal_damaged_records"] += replay.damaged
 
     def restored(self, slots: Iterable[int]) -> None:
@@ -127,7 +129,13 @@ class JournalWriter:
 
     def not_removed(self) -> None:
         """Note that records of removed blocks were lost: a rewrite is due, without the blocks."""
-        self._is_wrong = self._has_file
+        self._is_wrong = self._lacks_removals = self._has_file
+
+    @property
+    def problem(self) -> str:
+        """The reason why removed blocks may come back with the next start; empty: they do not."""
+        text = "the journal lacks records of removed blocks until it is rewritten; ask again then"
+        return text if self._lacks_removals else ""
 
     # --- the rewrite ------------------------------------------------------------------------
 
@@ -138,7 +146,7 @@ class JournalWriter:
         """
         is_due = self._is_due(now_ms)
         is_first = self._rewrite_from_ms is not None
-        if self._part_flies or table.folded_count or (is_first and not is_due):
+        if self._part_in_flight or table.folded_count or (is_first and not is_due):
             return
         entries: Entries = []
         if is_first:
@@ -155,7 +163,7 @@ class JournalWriter:
         self._part_records += len(records)
         self._next_records += len(records)
         self._counts["bytes.journal"] += len(records) * RECORD_BYTES
-        self._part_flies = True
+        self._part_in_flight = True
         self._emit(RewriteJournal(records, is_first=is_first, is_last=end == table.slots_made))
 
     def _is_due(self, now_ms: int) -> bool:
@@ -174,22 +182,23 @@ class JournalWriter:
 
     def dropped(self) -> None:
         """Give up the rewrite under way: another store takes the place of this one."""
-        self._rewrite_from_ms, self._part_flies, self._is_wrong = 0, False, False
-        self.record_count = self._shortest = 0
+        self._rewrite_from_ms, self._part_in_flight, self._is_wrong = 0, False, False
+        self.record_count, self._shortest, self._lacks_removals = 0, 0, False
 
     def part_written(self) -> None:
         """Note that a part is written: the next one may follow."""
-        self._part_flies = False
+        self._part_in_flight = False
 
     def rewritten(self, event: JournalRewritten, now_ms: int) -> None:
         """Note how a rewrite has ended; after a failure the old file is still in use."""
         if self._rewrite_from_ms is not None:
             return  # It belongs to a store that has been replaced.
-        self._part_flies = False
+        self._part_in_flight = False
         if event.failure:
             self._rewrite_from_ms, self._is_wrong = now_ms + REWRITE_PAUSE_MS, True
             return
         self._rewrite_from_ms = 0
+        self._lacks_removals = self._is_wrong  # More records may have been lost meanwhile.
         self.record_count = self._shortest = self._next_records
         self._set_longest(self._part_records)
 

@@ -29,7 +29,7 @@ class StoreKind:
     offloaded: str = ""
     """The counter of its blocks; empty: by the arena's mode."""
     called: str = "disk"
-    """What readiness calls it."""
+    """The store's name in reasons of /readyz."""
 
 
 DISK = StoreKind("disk-tier", "disk", sized=True, verifies_writes=False)
@@ -55,13 +55,13 @@ class DiskTierLimits:
     """Batches that are written and not announced yet: they wait for the journal, not for the
     disk's bandwidth, and share its synchronisations."""
     journal_wait_ms: int = 100
-    """How long the record of what was written waits for others, while more is being written."""
+    """The time that records of written blocks wait for others, while more is being written."""
     reads_max: int = 64
     """Fills: as many as NIXL is given at a time."""
     reads_waiting_max: int = 4096
     read_blocks_max: int = 256
     write_blocks_max: int = 64
-    """Blocks in flight, as far as nothing was measured; one batch may always fly."""
+    """Blocks in flight, as far as nothing was measured; one batch may always be in flight."""
     ahead_batches: int = 4
     """Reads, or writes, that are handed over beyond that: they wait in the mover, and the disk has
     the next one at once when one has ended."""
@@ -79,7 +79,7 @@ class DiskTierLimits:
     """Slots of one part of a rewrite: some 5 ms of the core, and as much of the thread that
     writes."""
     tenant_shares: str = ""
-    """What tenants weigh (KVBM_TENANT_SHARES)."""
+    """The weights by which tenants share the store and its write budget (KVBM_TENANT_SHARES)."""
     announced_blocks_max: int = EVENT_BLOCKS_MAX
     """Blocks of a former life that are announced in one step, within some 5 ms."""
 

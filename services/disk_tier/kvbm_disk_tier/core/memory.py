@@ -24,8 +24,8 @@ def parts_of(limits: DiskTierLimits, *, slot_count: int, buffer_bytes: int = 0) 
     slots = max(1, slot_count)
     return {
         "slots": slot_count * SLOT_BYTES,
-        "departures": departures.entries_for(slots) * ENTRY_BYTES,
-        "sights": frequency_filter.entries_for(slots) * ENTRY_BYTES,
+        "departures": departures.departures_for(slots) * ENTRY_BYTES,
+        "sights": frequency_filter.sights_for(slots) * ENTRY_BYTES,
         "waiting_writes": limits.pending_max * PENDING_BYTES,
         "dropped_writes": DROPPED_MAX * DROPPED_BYTES,
         "buffers": buffer_bytes,

@@ -106,7 +106,8 @@ class Written:
     write: int
     lost: tuple[int, ...] = ()
     failure: str = ""
-    """Why the store has taken none of those that it was given; empty: it has taken some."""
+    """The reason why the store has taken none of the blocks that it was given; empty: it has taken
+    some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +225,9 @@ class StoreOpened:
     replay: Replay
     depth: Depth = Depth()
     replaced_format: bool = False
-    """Whether a store of another format was replaced, whose blocks are lost."""
+    """True if a store of another format was replaced, whose blocks are lost."""
     write_failure: str = ""
-    """Why blocks can be read from it, and not be written; empty: they can."""
+    """The reason why blocks can be read from the store, and not be written; empty: they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,13 +301,13 @@ HostInput = (
 )
 """Inputs about host tiers."""
 WriteInput = Leased | LeaseFailed | Written | WriteFailed | Released | Journaled | JournalFailed
-"""How the steps of a write have ended."""
+"""Inputs that tell how a step of a write has ended."""
 ReadInput = FillAsked | ReadLanded | ReadDone | ReadFailed
 """Fills, and how their reads have ended."""
 StoreInput = StoreOpened | StoreFailed | StoreAbsent | AnnounceMore | StoreDown | StoreUp
 """Inputs about the store."""
 HealthInput = StoreProbed | JournalRewritten | Synchronised
-"""What tells how the store does, beside reads and writes."""
+"""Inputs that tell whether the store works, beside those of reads and writes."""
 Input = (
     HostInput
     | WriteInput

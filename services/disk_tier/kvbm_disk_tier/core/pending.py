@@ -3,7 +3,7 @@
     announced by a host tier → admission → queue, oldest first → the next batch, of one arena
 
 The faster the disk, the larger a batch. A batch waits for the write budget. Blocks whose host tier
-has not answered go back into the queue, behind all others.
+has not answered go back into the queue, after all others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.host_arenas import HostArenas
 from kvbm_disk_tier.core.limits import Means
 from kvbm_disk_tier.core.shards import Shards
-from kvbm_disk_tier.core.store import Store
+from kvbm_disk_tier.core.store_status import StoreStatus
 from kvbm_disk_tier.core.write_batch import Batch
 from kvbm_disk_tier.core.write_budget import WriteBudget
-from kvbm_disk_tier.core.write_queue import Told, WriteQueue
+from kvbm_disk_tier.core.write_queue import Origin, WriteQueue
 
 SCAN_MAX = 256
 """Blocks that are searched for a batch, whose blocks are of one host tier and one size."""
@@ -43,6 +43,7 @@ the size."""
 SLOW_MS = 250
 """A batch that took longer is followed by one of half the size."""
 BATCH_BYTES_MAX = 64 * 1024 * 1024
+"""Four times what a fast disk writes in the time that any batch costs: see `BatchSize`."""
 ARENA_SHARE = 32
 """A batch pins at most 1/32 of a host tier's memory, but at least one transfer."""
 DROPPED_MAX = 65_536
@@ -81,7 +82,7 @@ class Admission:
     def uncounted(self, names: Iterable[SequenceHash], now_ms: int) -> list[SequenceHash]:
         """Return the names that the filter does not know.
 
-        A snapshot repeats what events have told: one use must not count twice.
+        A snapshot repeats what events said: one use must not count twice.
         """
         return [name for name in names if not self.filter.count(name, now_ms)]
 
@@ -107,7 +108,7 @@ class BatchSize:
         elif took_ms > SLOW_MS:
             self.transfers = max(1, self.transfers // 2)
 
-    def blocks(self, arena: ArenaReply, store: Store, block_bytes: int) -> int:
+    def blocks(self, arena: ArenaReply, store: StoreStatus, block_bytes: int) -> int:
         """Return how many blocks of one size are leased, written and recorded together at most."""
         transfer = store.transfer_of.get(block_bytes) or store.transfer_blocks(block_bytes)
         if not store.kind.sized:
@@ -150,14 +151,14 @@ class Retries(Breaker):
 
 
 class PendingBlocks:
-    """The blocks that wait to be written, and what their host tiers told of them."""
+    """The blocks that wait to be written, and where each came from."""
 
     def __init__(
         self,
         *,
         admission: Admission,
         budget: WriteBudget,
-        store: Store,
+        store: StoreStatus,
         arenas: HostArenas,
         departures: Departures,
         means: Means,
@@ -174,9 +175,9 @@ class PendingBlocks:
         self._limits, self._counts = means.limits, means.counts
 
     def add(
-        self, name: SequenceHash, told: Told, now_ms: int, parent: SequenceHash | None = None
+        self, name: SequenceHash, origin: Origin, now_ms: int, parent: SequenceHash | None = None
     ) -> None:
-        """Queue a block behind all others, if there is room and it could be reached on disk.
+        """Queue a block after all others, if there is room and it could be reached on disk.
 
         When the queue is full the newest block is refused: older ones may be its parents.
         """
@@ -184,17 +185,17 @@ class PendingBlocks:
         if not self.waiting and self.chains.dropped:
             self.chains.forget()  # The queue is empty: the disk keeps up again.
         is_full = len(self.waiting) >= self._limits.pending_max
-        if not (is_full or self.chains.dropped) or self._has_room(name, told, now_ms, parent):
-            self.waiting.add(name, told)
+        if not (is_full or self.chains.dropped) or self._has_room(name, origin, now_ms, parent):
+            self.waiting.add(name, origin)
             self.chains.note_waiting(name, parent)
 
     def _has_room(
-        self, name: SequenceHash, told: Told, now_ms: int, parent: SequenceHash | None
+        self, name: SequenceHash, origin: Origin, now_ms: int, parent: SequenceHash | None
     ) -> bool:
         """Tell whether a block may wait although the disk is overloaded, or drop it."""
         parent = self.chains.known_parent(name, parent)
         if len(self.waiting) >= self._limits.pending_max and not self.is_cut_off(parent):
-            self._drop_for(told, now_ms)
+            self._drop_for(origin, now_ms)
         if not self.is_cut_off(parent) and len(self.waiting) < self._limits.pending_max:
             return True
         self.retries.forget([name])
@@ -206,9 +207,9 @@ class PendingBlocks:
         self.chains.note_dropped(name, parent)
         return False
 
-    def _drop_for(self, told: Told, now_ms: int) -> None:
+    def _drop_for(self, origin: Origin, now_ms: int) -> None:
         """Drop a block of a tenant that has more of the queue for its weight."""
-        dropped = self.waiting.newest_of_fullest(told)
+        dropped = self.waiting.newest_of_fullest(origin)
         if dropped is not None:
             self._drop_full(dropped, now_ms)
 
@@ -219,16 +220,16 @@ class PendingBlocks:
         self.not_written([name], FULL, now_ms)
 
     def put_back(
-        self, names: Sequence[SequenceHash], told: Told,
+        self, names: Sequence[SequenceHash], origin: Origin,
         parents: Mapping[SequenceHash, SequenceHash], now_ms: int, *, first: bool,
     ) -> None:  # fmt: skip
-        """Queue the blocks of a batch again that could not be written, `first` or behind others.
+        """Queue the blocks of a batch again that could not be written, `first` or after others.
 
         In front they keep their order, and the newest blocks make room: these may be children.
         """
         if not first:
             for name in names:
-                self.add(name, told, now_ms, parents.get(name))
+                self.add(name, origin, now_ms, parents.get(name))
         for name in reversed(names) if first else ():
             if self.is_cut_off(parents.get(name)):
                 self.retries.forget([name])
@@ -237,7 +238,7 @@ class PendingBlocks:
                 continue
             if len(self.waiting) >= self._limits.pending_max:
                 self._drop_full(self.waiting.newest(), now_ms)
-            self.waiting.put_back(name, told, told.block_bytes)
+            self.waiting.put_back(name, origin, origin.block_bytes)
             self.chains.note_waiting(name, parents.get(name))
 
     def is_cut_off(self, parent: SequenceHash | None) -> bool:
@@ -280,25 +281,25 @@ class PendingBlocks:
         return None
 
     def _oldest(
-        self, queue: Mapping[SequenceHash, Told]
-    ) -> tuple[ArenaReply, list[SequenceHash], Told] | None:
+        self, queue: Mapping[SequenceHash, Origin]
+    ) -> tuple[ArenaReply, list[SequenceHash], Origin] | None:
         """Return the oldest blocks of a queue that are of one arena and size."""
         assert queue, "a tenant without blocks has no turn"
         chosen: ArenaReply | None = None
         most = size = 0
-        first = Told("")
+        first = Origin("")
         names: list[SequenceHash] = []
-        for name, told in list(islice(queue.items(), SCAN_MAX)):
-            arena = self._arenas.lenders.get(told.instance)
-            arena = arena or self._arenas.substitute(told.instance)
+        for name, origin in list(islice(queue.items(), SCAN_MAX)):
+            arena = self._arenas.lenders.get(origin.instance)
+            arena = arena or self._arenas.substitute(origin.instance)
             if arena is None:
                 self.waiting.move_to_end(name)
                 continue
             if chosen is None:
-                chosen, size = arena, told.block_bytes or _largest(arena)
-                first = Told(arena.instance, size, told.namespace)
+                chosen, size = arena, origin.block_bytes or _largest(arena)
+                first = Origin(arena.instance, size, origin.namespace)
                 most = self.size.blocks(arena, self._store, size)
-            if arena.epoch == chosen.epoch and size == (told.block_bytes or _largest(arena)):
+            if arena.epoch == chosen.epoch and size == (origin.block_bytes or _largest(arena)):
                 names.append(name)
                 if len(names) == most:
                     break
@@ -307,22 +308,22 @@ class PendingBlocks:
         return None if chosen is None else (chosen, names, first)
 
     def _taken(
-        self, arena: ArenaReply, names: list[SequenceHash], told: Told, now_ms: int
+        self, arena: ArenaReply, names: list[SequenceHash], origin: Origin, now_ms: int
     ) -> Batch | None:
         """Take these blocks out of the queue; None: the budget has not enough for them yet."""
-        assert names, f"no blocks are taken of {told}"
+        assert names, f"no blocks are taken of {origin}"
         charged, layout = 0, self._store.layout
         if self.budget.bytes_per_day and layout is not None:
-            slot_bytes = layout.slot_bytes_of(told.block_bytes)
+            slot_bytes = layout.slot_bytes_of(origin.block_bytes)
             del names[self.budget.blocks_at_once(slot_bytes) :]
             charged = len(names) * slot_bytes
         if charged and not self.budget.take(charged, now_ms):
             return None
-        self.waiting.take(names, len(names) * told.block_bytes)
+        self.waiting.take(names, len(names) * origin.block_bytes)
         parents = {name: self.chains.note_left_queue(name) for name in names}
         known = {name: parent for name, parent in parents.items() if parent is not None}
         self.retries.start()
-        return Batch(arena, names, told, charged, known)
+        return Batch(arena, names, origin, charged, known)
 
     def gone(self, names: Iterable[SequenceHash], instance: str, now_ms: int) -> None:
         """Drop blocks that have left this host tier: they cannot be leased any more."""
@@ -335,8 +336,8 @@ class PendingBlocks:
         self.not_written(left, GONE, now_ms)
 
     def _is_of(self, name: SequenceHash, instance: str) -> bool:
-        told = self.waiting.get(name)
-        return told is not None and told.instance == instance
+        origin = self.waiting.get(name)
+        return origin is not None and origin.instance == instance
 
     def found(self, names: Iterable[SequenceHash]) -> None:
         """Drop blocks that are in the store without a write of ours."""

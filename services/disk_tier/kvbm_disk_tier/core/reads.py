@@ -29,13 +29,13 @@ from kvbm_disk_tier.core.host_arenas import HostArenas
 from kvbm_disk_tier.core.inventory import Inventory
 from kvbm_disk_tier.core.limits import Means
 from kvbm_disk_tier.core.messages import STALE_ARENA, FillAsked, ReadDone, ReadFailed
-from kvbm_disk_tier.core.store import Store
+from kvbm_disk_tier.core.store_status import StoreStatus
 
 AHEAD_MS = 1
-"""How much later a fill has its turn for each block of its run before it: the front of a short run
-overtakes the tail of a long one, and no tail waits without end."""
+"""The delay of a fill for each block of its run before it, in milliseconds. The front of a short
+run overtakes the tail of a long one, and no tail waits without end."""
 SUMMED_UP = 2
-"""Reads on their way, those being summed up included, as a multiple of what may fly."""
+"""Reads on their way, those being summed up included, as a multiple of what may be in flight."""
 NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
 """Reasons of failed reads that are no trouble of the disk."""
 
@@ -70,7 +70,7 @@ class Read:
     too_large: dict[SequenceHash, str]
     """Blocks that are longer than the slots that were lent for them, and the reason to tell."""
     load: int
-    """How much the read weighs in flight."""
+    """The part of `StoreStatus.read_load_max` that the read takes while it is in flight."""
     started_ms: int
     state: ReadState
 
@@ -82,18 +82,18 @@ class Reads:
         self,
         *,
         ids: Iterator[int],
-        store: Store,
+        store: StoreStatus,
         health: DiskHealth,
         arenas: HostArenas,
         inventory: Inventory,
         means: Means,
     ) -> None:
         """Start without reads; `ids` numbers them and is shared with the writes."""
-        self.flying: dict[int, Read] = {}
+        self.in_flight: dict[int, Read] = {}
         self.waiting: list[tuple[int, int, FillAsked]] = []
         """A heap of (turn, number of arrival, fill)."""
         self.stopped = False
-        """Whether the tier is stopping, so that every fill is refused."""
+        """True if the tier is stopping, so that every fill is refused."""
         self._ids = ids
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._store = store
@@ -148,7 +148,7 @@ class Reads:
         self._emit(Answer(event.reply_to, refusal))
 
     def advance(self, now_ms: int) -> None:
-        """Start as many reads as may fly; what was right when it came may be stale by now."""
+        """Start as many reads as may be in flight; some that wait may be stale by now."""
         early = self.early
         for event in early.release_all() if self.stopped else early.release(now_ms):
             self._queue(event, now_ms)
@@ -164,11 +164,11 @@ class Reads:
         store = self._store
         most, ahead = store.read_load_max, store.ahead_load
         load = reading = 0
-        for read in self.flying.values():
+        for read in self.in_flight.values():
             load += read.load
             reading += read.load if read.state is ReadState.READING else 0
         free = reading < most + ahead and load < SUMMED_UP * most + ahead
-        return free and len(self.flying) < self._limits.reads_max
+        return free and len(self.in_flight) < self._limits.reads_max
 
     def _start(self, event: FillAsked, now_ms: int) -> None:
         table, request = self._inventory.table, event.request
@@ -200,8 +200,8 @@ class Reads:
             return
         assert len(targets) == len(slots), "a block is asked for twice"
         read_id = next(self._ids)
-        assert read_id not in self.flying, f"two reads have id {read_id}"
-        self.flying[read_id] = read
+        assert read_id not in self.in_flight, f"two reads have id {read_id}"
+        self.in_flight[read_id] = read
         self._emit(
             ReadSlots(
                 read_id,
@@ -217,11 +217,11 @@ class Reads:
     # --- outcomes ---------------------------------------------------------------------------
 
     def landed(self, read_id: int) -> None:
-        """Let another read fly: the bytes of this one are there.
+        """Let another read start: the bytes of this one are there.
 
         The mover may say so once more, or when the read has ended.
         """
-        read = self.flying.get(read_id)
+        read = self.in_flight.get(read_id)
         if read is not None and READ.has(read.state, "landed"):
             self._move(read_id, "landed")
 
@@ -271,13 +271,13 @@ class Reads:
 
     def _move(self, read_id: int, event: str) -> Read:
         """Move a read by the table, and return it; it is gone when the table says so."""
-        read = self.flying.get(read_id)
-        assert read is not None, f"{event!r} for read {read_id}, which does not fly"
+        read = self.in_flight.get(read_id)
+        assert read is not None, f"{event!r} for read {read_id}, which is not in flight"
         if not READ.has(read.state, event):
             raise InvalidTransition(READ.refusal(read.state, event, self._story(read)))
         state = READ.transitions[read.state, event]
         if state is None:
-            del self.flying[read_id]
+            del self.in_flight[read_id]
         else:
             read.state = state
         return read
@@ -286,16 +286,16 @@ class Reads:
 
     def pins(self) -> Counter[int]:
         """Return every pin that a read holds, for `check`."""
-        return Counter(slot for read in self.flying.values() for slot in read.slots.values())
+        return Counter(slot for read in self.in_flight.values() for slot in read.slots.values())
 
     def _story(self, read: Read) -> str:
         return str([self._inventory.diary.story(name) for name in read.slots])
 
     def check(self) -> None:
         """Assert every invariant of the fills."""
-        assert len(self.flying) <= self._limits.reads_max
+        assert len(self.in_flight) <= self._limits.reads_max
         assert self.waiting_count <= self._limits.reads_waiting_max
-        assert all(read.slots for read in self.flying.values()), "a read without blocks flies"
+        assert all(read.slots for read in self.in_flight.values()), "a read without blocks"
 
 
 def _bad_slots(request: FillRequest, arena: ArenaReply) -> ErrorBody | None:

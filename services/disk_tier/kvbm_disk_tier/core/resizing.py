@@ -1,8 +1,12 @@
 """Resizing: which blocks of a store that is made smaller stay, and where.
 
-A block that lies before the new end stays where it is. Of those behind it, the newest move into
-slots that are free before it. No block leaves for another, so that an end in the middle of the
-moves loses nothing: each place is written only while the journal says that it is free.
+A block that lies before the new end stays where it is. Those after it move into slots that are
+free before it, and then into slots of blocks that are worth less, which leave. The journal says
+that those are free before their places are written: so an end in the middle of the moves serves
+nothing wrong.
+
+When a block was used last is not in the journal. But a block came from a prompt that had all of its
+ancestors: each is as recent as its newest descendant, and worth more than that.
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ class Move(NamedTuple):
 
 
 class Resizing(NamedTuple):
-    """The blocks that stay, at their new places, oldest first; and what is copied before."""
+    """The blocks that stay, at their new places, oldest first; and what comes before."""
 
     blocks: BlockColumns
     moves: list[Move]
+    replaced: BlockColumns
+    """The blocks whose places others move to, at these places."""
 
     def without(self, failed: Sequence[Move]) -> Resizing:
         """Return the same without the blocks of some moves: they leave after all."""
@@ -36,7 +42,7 @@ class Resizing(NamedTuple):
         left = np.isin(self.blocks.slots, list(targets))
         assert left.sum() == len(targets), f"{left.sum()} blocks of {len(targets)} moves"
         moves = [move for move in self.moves if move.target not in targets]
-        return Resizing(self.blocks.only(~left), moves)
+        return Resizing(self.blocks.only(~left), moves, self.replaced)
 
 
 def resized(blocks: BlockColumns, layout: Layout, *, moved_units_max: int) -> Resizing:
@@ -50,17 +56,69 @@ def resized(blocks: BlockColumns, layout: Layout, *, moved_units_max: int) -> Re
     stays, begins = blocks.slots + units <= end, blocks.slots < end
     places, free = blocks.slots.copy(), _FreePlaces(blocks.only(begins), units[begins], layout)
     moves: list[Move] = []
+    replaced = np.zeros(len(blocks), bool)
+    if stays.all():
+        return Resizing(blocks, moves, blocks.only(replaced))
+    ranks = _ranks(blocks)
+    yielding = _Yielding(ranks, units, np.flatnonzero(stays))
     left = moved_units_max
-    for row in np.flatnonzero(~stays)[::-1].tolist():
+    leaves = np.flatnonzero(~stays)
+    for row in leaves[np.argsort(ranks[leaves])].tolist():
         size = int(units[row])
-        target = free.take(size) if size <= left else None
+        if size > left:
+            break  # A shorter one may be a child of this one.
+        target = free.take(size)
+        other = yielding.take(size, int(ranks[row])) if target is None else None
+        if other is not None:
+            target = int(places[other])
+            stays[other], replaced[other] = False, True
         if target is not None:
             moves.append(Move(int(places[row]), target, size))
             places[row], stays[row] = target, True
             left -= size
     found = blocks.moved(places).only(stays)
     assert len(set(found.slots.tolist())) == len(found), "two blocks have one place"
-    return Resizing(found, moves)
+    return Resizing(found, moves, blocks.only(replaced))
+
+
+def _ranks(blocks: BlockColumns) -> NDArray[np.intp]:
+    """Return how many blocks are worth more than each.
+
+    From the newest block to the oldest, each comes after those of its ancestors that have not
+    come. So of any first ranks no block lacks an ancestor that is here.
+    """
+    row_of = {name: row for row, name in enumerate(blocks.names)}
+    parents = [row_of.get(name, -1) for name in blocks.parents.tolist()]
+    ranks = np.full(len(blocks), -1)
+    seen, count = bytearray(len(blocks)), 0
+    for row in reversed(range(len(blocks))):
+        chain: list[int] = []
+        while row >= 0 and not seen[row]:
+            seen[row] = True
+            chain.append(row)
+            row = parents[row]
+        ranks[chain] = np.arange(count + len(chain) - 1, count - 1, -1)
+        count += len(chain)
+    assert count == len(blocks), f"{count} of {len(blocks)} blocks have a rank"
+    return ranks
+
+
+class _Yielding:
+    """The blocks before the end, those that are worth least first, by the length of their slots."""
+
+    def __init__(
+        self, ranks: NDArray[np.intp], units: NDArray[np.intp], rows: NDArray[np.intp]
+    ) -> None:
+        self._ranks = ranks
+        ordered = rows[np.argsort(ranks[rows])]
+        self._rows = {
+            size: ordered[units[ordered] == size].tolist() for size in set(units[rows].tolist())
+        }
+
+    def take(self, units: int, rank: int) -> int | None:
+        """Take the block with a slot of this length that is worth least; None: none is below."""
+        rows = self._rows.get(units, [])
+        return rows.pop() if rows and self._ranks[rows[-1]] > rank else None
 
 
 class _FreePlaces:

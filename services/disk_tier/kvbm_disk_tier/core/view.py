@@ -79,9 +79,9 @@ class View:
         problems = (self._core.store.problem, self._core.health.problem)
         reasons = [problem for problem in problems if problem]
         figures = {name: float(value) for name, value in self._core.counts.items()}
-        figures["writes"] = float(len(self._core.writes.flying.by_id))
+        figures["writes"] = float(len(self._core.writes.in_flight.by_id))
         figures["writes_pending"] = float(len(self._core.pending.waiting))
-        figures["reads"] = float(len(self._core.reads.flying) + self._core.reads.waiting_count)
+        figures["reads"] = float(len(self._core.reads.in_flight) + self._core.reads.waiting_count)
         figures["filter_entries"] = float(len(frequency))
         figures["filter_enabled"] = float(frequency.enabled)
         figures["filter_pass_count"] = float(frequency.pass_count)
@@ -115,11 +115,11 @@ class View:
 
     def snapshot(self) -> SnapshotReply:
         """Return everything that is committed and announced, as of the last event."""
-        return self._core.inventory.announcer.snapshot(self._core.inventory.told_blocks())
+        return self._core.inventory.announcer.snapshot(self._core.inventory.announced_blocks())
 
     def snapshot_pages(self) -> Sequence[Callable[[], SnapshotReply]]:
         """Return the snapshot in pages, made later: each request is answered by one page."""
-        pages = self._core.inventory.announcer.moment(self._core.inventory.told_parts())
+        pages = self._core.inventory.announcer.moment(self._core.inventory.announced_parts())
         assert pages, "an empty tier has one page, too"
         return pages
 
@@ -135,8 +135,8 @@ class View:
 
     def idle(self) -> bool:
         """Tell whether nothing is being written, read or waiting: a quiet point."""
-        flying = self._core.writes.flying.by_id or self._core.reads.flying
-        return not (flying or self._core.pending.waiting or self._core.reads.waiting_count)
+        in_flight = self._core.writes.in_flight.by_id or self._core.reads.in_flight
+        return not (in_flight or self._core.pending.waiting or self._core.reads.waiting_count)
 
     def _fate_of(self, name: SequenceHash, now_ms: int, *, owned: bool) -> FateEntry:
         if self._core.inventory.table.find(name) is not None:

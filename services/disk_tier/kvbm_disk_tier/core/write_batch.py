@@ -16,7 +16,7 @@ from kvbm_common.tier.slots import Block
 from kvbm_common.wire.slot_entries import LeasedSlot
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.core.write_queue import Told
+from kvbm_disk_tier.core.write_queue import Origin
 
 
 class Phase(Enum):
@@ -60,10 +60,10 @@ class Batch(NamedTuple):
 
     arena: ArenaReply
     names: list[SequenceHash]
-    told: Told
+    origin: Origin
     charged: int
     parents: Mapping[SequenceHash, SequenceHash]
-    """Block → its parent, if that was told."""
+    """Block → its parent, if that is known."""
 
 
 @dataclass(slots=True)
@@ -75,12 +75,12 @@ class Write:
     epoch: int
     """The arena that the lease is for."""
     names: list[SequenceHash]
-    told: Told
-    """What was told of each of these blocks."""
+    origin: Origin
+    """The owner, size and namespace of these blocks."""
     charged: int = 0
     """Bytes taken from the budget."""
     parents: Mapping[SequenceHash, SequenceHash] = field(default_factory=dict)
-    """Block → its parent, if that was told."""
+    """Block → its parent, if that is known."""
     phase: Phase = Phase.LEASING
     lease: int = 0
     leased: Sequence[LeasedSlot] = ()
@@ -88,11 +88,13 @@ class Write:
     slots: list[tuple[int, Block]] = field(default_factory=list)
     """Staged file slots and what is being written into them."""
     load: int = 0
-    """How much the write weighs in flight."""
+    """The part of `StoreStatus.write_load_max` that the write takes while it is in flight."""
     started_ms: int = 0
+    """The time at which its blocks went to the mover."""
     released_ms: int = 0
+    """The time at which the host tier has taken the lease back, held to the end; 0: it has not."""
     recorded_ms: int = 0
-    """When its records went to the journal; 0: they have not."""
+    """The time at which its records went to the journal; 0: they have not."""
 
 
 class WritesInFlight:

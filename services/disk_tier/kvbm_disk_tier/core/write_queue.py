@@ -19,7 +19,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.tenants import TENANTS_MAX, Tenant, Tenants
 
 
-class Told(NamedTuple):
+class Origin(NamedTuple):
     """The owner, size and namespace of waiting blocks: one object for all that came together."""
 
     instance: str
@@ -29,7 +29,7 @@ class Told(NamedTuple):
     namespace: bytes = b""
 
 
-class WriteQueue(dict[SequenceHash, Told]):
+class WriteQueue(dict[SequenceHash, Origin]):
     """Block → its owner and size, oldest first; it changes by the methods below only."""
 
     def __init__(self, tenants: Tenants) -> None:
@@ -37,25 +37,25 @@ class WriteQueue(dict[SequenceHash, Told]):
         self._tenants = tenants
         self._owner: dict[SequenceHash, Tenant] = {}
         """Block → its tenant when it came: a tenant may get a share of its own later."""
-        self._queues: dict[Tenant, OrderedDict[SequenceHash, Told]] = {}
+        self._queues: dict[Tenant, OrderedDict[SequenceHash, Origin]] = {}
         """Tenant → its waiting blocks; tenants without any are not listed."""
         self._had: dict[Tenant, float] = {}
         """Tenant → bytes written for its weight since the queue was last empty."""
         self._clock = 0.0
         """The value in `_had` of the last batch's tenant when the batch began."""
 
-    def add(self, name: SequenceHash, told: Told) -> None:
+    def add(self, name: SequenceHash, origin: Origin) -> None:
         """Append a block to the queue of its tenant."""
         assert name not in self, f"{name.hex()} waits already"
-        tenant = self._tenants.of(told.namespace)
+        tenant = self._tenants.of(origin.namespace)
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._begin(tenant)
-        self[name] = queue[name] = told
+        self[name] = queue[name] = origin
         self._owner[name] = tenant
         tenant.block_count += 1
 
-    def _begin(self, tenant: Tenant) -> OrderedDict[SequenceHash, Told]:
+    def _begin(self, tenant: Tenant) -> OrderedDict[SequenceHash, Origin]:
         """Return a new queue for a tenant without waiting blocks."""
         assert tenant not in self._queues, f"{tenant} has a queue"
         if len(self._had) > 2 * TENANTS_MAX:
@@ -65,15 +65,15 @@ class WriteQueue(dict[SequenceHash, Told]):
         queue = self._queues[tenant] = OrderedDict()
         return queue
 
-    def remove(self, name: SequenceHash) -> Told:
+    def remove(self, name: SequenceHash) -> Origin:
         """Take a block out."""
-        told, tenant = self.pop(name), self._owner.pop(name)
+        origin, tenant = self.pop(name), self._owner.pop(name)
         tenant.block_count -= 1
         assert tenant.block_count >= 0, f"{tenant} has fewer blocks than it waits for"
         del self._queues[tenant][name]
         if not self._queues[tenant]:
             del self._queues[tenant]
-        return told
+        return origin
 
     def take(self, names: Sequence[SequenceHash], size: int) -> None:
         """Take out blocks of one tenant, of so many bytes: they are written now."""
@@ -89,9 +89,9 @@ class WriteQueue(dict[SequenceHash, Told]):
             self._had.clear()
             self._clock = 0.0
 
-    def put_back(self, name: SequenceHash, told: Told, size: int) -> None:
+    def put_back(self, name: SequenceHash, origin: Origin, size: int) -> None:
         """Put a block that was taken, and not written, at the head of its tenant's queue."""
-        self.add(name, told)
+        self.add(name, origin)
         tenant = self._owner[name]
         self._queues[tenant].move_to_end(name, last=False)
         self._had[tenant] = max(0.0, self._had[tenant] - size / tenant.weight)
@@ -110,19 +110,19 @@ class WriteQueue(dict[SequenceHash, Told]):
 
     # --- tenants ----------------------------------------------------------------------------
 
-    def turns(self) -> list[Mapping[SequenceHash, Told]]:
+    def turns(self) -> list[Mapping[SequenceHash, Origin]]:
         """Return the queues of all tenants, the next one first."""
         if len(self._queues) == 1:
             return list(self._queues.values())
         return [self._queues[one] for one in sorted(self._queues, key=self._had.__getitem__)]
 
-    def newest_of_fullest(self, told: Told) -> SequenceHash | None:
+    def newest_of_fullest(self, origin: Origin) -> SequenceHash | None:
         """Return the newest block of the tenant whose queue is longest for its weight.
 
-        None: with one block more, the tenant of `told` has the longest queue itself.
+        None: with one block more, the tenant of `origin` has the longest queue itself.
         """
         assert self._queues, "no tenant waits in a full queue"
-        asking = self._tenants.of(told.namespace)
+        asking = self._tenants.of(origin.namespace)
         if asking in self._queues and len(self._queues) == 1:
             return None
         lengths = {one: len(queue) / one.weight for one, queue in self._queues.items()}
@@ -145,7 +145,7 @@ class WriteQueue(dict[SequenceHash, Told]):
     def check(self) -> None:
         """Assert that every block waits in the queue of its tenant, and in no other."""
         assert all(self._queues.values()), "a queue without blocks is kept"
-        queued = {name: told for queue in self._queues.values() for name, told in queue.items()}
+        queued = {name: origin for queue in self._queues.values() for name, origin in queue.items()}
         assert queued == self, f"{len(queued)} of {len(self)} blocks are queued"
         assert self._owner.keys() == self.keys(), "a block waits for no tenant"
         known = set(self._tenants)

@@ -31,9 +31,9 @@ from kvbm_disk_tier.core.messages import (
     Written,
 )
 from kvbm_disk_tier.core.pending import GONE, UNANSWERED, PendingBlocks
-from kvbm_disk_tier.core.store import Store
+from kvbm_disk_tier.core.store_status import StoreStatus
 from kvbm_disk_tier.core.write_batch import Phase, Write, WritesInFlight, leased_blocks
-from kvbm_disk_tier.core.write_queue import Told
+from kvbm_disk_tier.core.write_queue import Origin
 
 
 class Writes:
@@ -45,17 +45,17 @@ class Writes:
         owner: str,
         ids: Iterator[int],
         pending: PendingBlocks,
-        store: Store,
+        store: StoreStatus,
         health: DiskHealth,
         arenas: HostArenas,
         inventory: Inventory,
         means: Means,
     ) -> None:
-        """Start without writes. Leases are `owner`'s; `ids` numbers writes and reads."""
+        """Start without writes. `owner` is the holder of leases; `ids` numbers writes and reads."""
         assert owner, "leases have an owner"
-        self.flying = WritesInFlight(inventory.diary)
+        self.in_flight = WritesInFlight(inventory.diary)
         self.may_begin = store.kind.sized
-        """Whether writes may begin; in a bucket only after a first look at what is stored."""
+        """True if writes may begin; in a bucket only after a first look at what is stored."""
         self.pending = pending
         self._retries = pending.retries
         self._owner = owner
@@ -67,27 +67,28 @@ class Writes:
         self._inventory = inventory
         self._journal = inventory.journal
         self._share_is_full = False
-        """Whether the host tier lends no more until one of our leases has ended."""
+        """True if the host tier lends no more until one of this tier's leases has ended."""
 
     # --- admission --------------------------------------------------------------------------
 
-    def seen(
+    def consider(
         self,
         names: Sequence[SequenceHash],
-        told: Told,
+        origin: Origin,
         now_ms: int,
         parents: Mapping[SequenceHash, SequenceHash] | None = None,
     ) -> None:
-        """Queue those blocks of a host tier that the admission lets pass.
+        """Queue those of the blocks that a host tier has named which the admission lets pass.
 
-        `parents`: block → parent, as far as it was told. Blocks that are here, or on their way, are
+        `parents`: block → parent, as far as it is known. Blocks that are here, or on their way, are
         not counted by the frequency filter.
         """
-        find, waiting, flying = self._inventory.table.find, self.pending.waiting, self.flying.names
+        find, waiting = self._inventory.table.find, self.pending.waiting
+        in_flight = self.in_flight.names
         absent = [
             name
             for name in names
-            if find(name) is None and name not in flying and name not in waiting
+            if find(name) is None and name not in in_flight and name not in waiting
         ]
         staging = self._arenas.staging
         for name in self.pending.admission.chosen(absent, now_ms, staging=staging):
@@ -95,23 +96,23 @@ class Writes:
                 parent = parents.get(name) if parents else None
                 if parent is not None and find(parent) is not None:
                     self.pending.chains.note_stored(parent)
-                self.pending.add(name, told, now_ms, parent)
+                self.pending.add(name, origin, now_ms, parent)
 
-    def listed(self, names: Sequence[SequenceHash], told: Told, now_ms: int) -> None:
+    def consider_listed(self, names: Sequence[SequenceHash], origin: Origin, now_ms: int) -> None:
         """Take the blocks of a snapshot, except those that an event has named before."""
-        self.seen(self.pending.admission.uncounted(names, now_ms), told, now_ms)
+        self.consider(self.pending.admission.uncounted(names, now_ms), origin, now_ms)
 
     def is_waiting(self, name: SequenceHash) -> bool:
         """Tell whether a block is to be written, or being written."""
-        return name in self.pending.waiting or name in self.flying.names
+        return name in self.pending.waiting or name in self.in_flight.names
 
     # --- the turns --------------------------------------------------------------------------
 
     def advance(self, now_ms: int, *, beside_reads: bool) -> None:
         """Record released batches, write leased ones, and lease the next ones ahead."""
-        if self.flying.phases[Phase.RELEASED]:
+        if self.in_flight.phases[Phase.RELEASED]:
             self._record(now_ms)
-        for write in self.flying.in_phase(Phase.LEASED):
+        for write in self.in_flight.in_phase(Phase.LEASED):
             if not self._health.writes:
                 self._give_up(write, now_ms)
             elif self._may_write(beside_reads=beside_reads):
@@ -121,35 +122,37 @@ class Writes:
                 break
 
     def _may_write(self, *, beside_reads: bool) -> bool:
-        limits, writing = self._limits, self.flying.phases[Phase.WRITING]
-        if beside_reads:  # None may wait in the mover: a read would wait behind it.
+        limits, writing = self._limits, self.in_flight.phases[Phase.WRITING]
+        if beside_reads:  # None may wait in the mover: the next read would wait for it.
             return len(writing) < limits.writes_beside_reads_max
-        store, by_id = self._store, self.flying.by_id
+        store, by_id = self._store, self.in_flight.by_id
         most = limits.writes_max + (limits.ahead_batches if store.ahead_load else 0)
         load = sum([by_id[write_id].load for write_id in writing])
         return len(writing) < most and load < store.write_load_max + store.ahead_load
 
     def _may_lease(self, now_ms: int, *, beside_reads: bool) -> bool:
-        limits, phases = self._limits, self.flying.phases
+        limits, phases = self._limits, self.in_flight.phases
         fly_max = limits.writes_beside_reads_max if beside_reads else limits.writes_max
         ahead = len(phases[Phase.LEASING]) + len(phases[Phase.LEASED])
-        committing = len(self.flying.by_id) - ahead - len(phases[Phase.WRITING])
-        assert committing >= 0, f"{len(self.flying.by_id)} writes, {ahead} of them wait for a turn"
-        free = ahead < fly_max and committing < limits.commits_max
-        free = free and self.may_begin
-        free = free and not (self._share_is_full and self.flying.holds_leases())
-        free = free and self._retries.allows(now_ms)
-        free = free and self._store.works and len(self._arenas.usable) > 0
-        return free and self._inventory.table.has_room
+        committing = len(self.in_flight.by_id) - ahead - len(phases[Phase.WRITING])
+        assert committing >= 0, (
+            f"{len(self.in_flight.by_id)} writes, {ahead} of them wait for a turn"
+        )
+        may_lease = ahead < fly_max and committing < limits.commits_max
+        may_lease = may_lease and self.may_begin
+        may_lease = may_lease and not (self._share_is_full and self.in_flight.holds_leases())
+        may_lease = may_lease and self._retries.allows(now_ms)
+        may_lease = may_lease and self._store.works and len(self._arenas.usable) > 0
+        return may_lease and self._inventory.table.has_room
 
     def _lease(self, now_ms: int) -> bool:
         """Lease the next batch; False: none may go now."""
         batch = self.pending.take_batch(now_ms)
         if batch is None:
             return False
-        arena, names, told, charged, parents = batch
-        write = Write(next(self._ids), arena.instance, arena.epoch, names, told, charged, parents)
-        self.flying.begin(write)
+        arena, names, origin, charged, parents = batch
+        write = Write(next(self._ids), arena.instance, arena.epoch, names, origin, charged, parents)
+        self.in_flight.begin(write)
         request = LeaseRequest(
             owner=self._owner, epoch=arena.epoch, hashes=hashes_to_hex(names),
             lease_ms=self._limits.lease_ms,
@@ -159,11 +162,11 @@ class Writes:
 
     def leased(self, event: Leased, now_ms: int) -> None:
         """Note that the host tier has leased a batch, which then waits for its turn."""
-        write, reply = self.flying.find(event.write), event.reply
-        assert not write.leased, self.flying.story(write)
+        write, reply = self.in_flight.find(event.write), event.reply
+        assert not write.leased, self.in_flight.story(write)
         over_share = frozenset(reply.over_share)
         later = [name for name in write.names if name.hex() in over_share]
-        holds = bool(reply.slots) or self.flying.holds_leases()
+        holds = bool(reply.slots) or self.in_flight.holds_leases()
         if later and not holds:
             self._retries.trouble(now_ms)  # Leases of an earlier life use the share up.
         else:
@@ -172,17 +175,17 @@ class Writes:
         if later:
             self._share_is_full = True
             self._refund(write, write.charged * (len(write.names) - len(later)) // len(write.names))
-            self.flying.drop(write, later)
-            self.pending.put_back(later, write.told, write.parents, now_ms, first=holds)
-        self.flying.move(write, "leased")
+            self.in_flight.drop(write, later)
+            self.pending.put_back(later, write.origin, write.parents, now_ms, first=holds)
+        self.in_flight.move(write, "leased")
 
     def _begin(self, write: Write, now_ms: int) -> None:
-        assert not write.slots, self.flying.story(write)
+        assert not write.slots, self.in_flight.story(write)
         sources: list[int] = []
         for alike in self._wanted(write, now_ms):
             self._stage(write, alike, now_ms)
             sources += [source for _, source in alike[: len(write.slots) - len(sources)]]
-        assert len(sources) == len(write.slots), self.flying.story(write)
+        assert len(sources) == len(write.slots), self.in_flight.story(write)
         blocks = tuple(block for _, block in write.slots)
         if write.charged:
             self._refund(write, write.load)
@@ -190,7 +193,7 @@ class Writes:
             self._release(write, "nothing left")
             return
         write.started_ms = now_ms
-        self.flying.move(write, "write")
+        self.in_flight.move(write, "write")
         targets = self._inventory.table.places([slot for slot, _ in write.slots])
         unit = self._arenas.usable[write.epoch].slot_bytes
         self._emit(WriteSlots(write.id, write.epoch, tuple(sources), tuple(targets), blocks, unit))
@@ -214,7 +217,7 @@ class Writes:
         # Without an arena, the leased slots are in one that is not mapped any more.
         leased, bad = leased_blocks(write.leased, arena) if arena is not None else ({}, 0)
         self._counts["dropped.write_bad_lease"] += bad
-        find = self._inventory.table.find  # A listing may have found one of them meanwhile.
+        find = self._inventory.table.find  # A listing of the bucket may have found some meanwhile.
         wanted = [leased[name] for name in names if name in leased and find(name) is None]
         if left := [name for name in names if name not in leased and find(name) is None]:
             self._counts["dropped.write_gone"] += max(0, len(left) - bad)
@@ -225,7 +228,7 @@ class Writes:
 
     def _give_up(self, write: Write, now_ms: int) -> None:
         """Release a batch unwritten: its lease would have ended before the disk is back."""
-        assert not write.slots, self.flying.story(write)
+        assert not write.slots, self.in_flight.story(write)
         self._counts["dropped.write_bypassed"] += len(write.leased)
         self.pending.not_written(write.names, "bypassed", now_ms)
         self._refund(write, 0)
@@ -239,8 +242,8 @@ class Writes:
 
     def lease_failed(self, event: LeaseFailed, now_ms: int) -> None:
         """Queue a batch again if the host tier did not answer, or drop it if it was refused."""
-        write = self.flying.find(event.write)
-        assert not write.slots, self.flying.story(write)
+        write = self.in_flight.find(event.write)
+        assert not write.slots, self.in_flight.story(write)
         self._refund(write, 0)
         if event.reason in UNANSWERED:
             self._try_again(write, write.names, event.reason, now_ms)
@@ -251,21 +254,21 @@ class Writes:
     def _try_again(
         self, write: Write, names: Sequence[SequenceHash], reason: str, now_ms: int
     ) -> None:
-        """Queue blocks again behind all others, so that they delay no other."""
+        """Queue blocks again after all others, so that they delay no other."""
         self._inventory.abort(write.slots)
         again = self._retries.unanswered(names, now_ms)
         self._counts[f"dropped.write_{reason}"] += len(names) - len(again)
         self.pending.not_written(set(names).difference(again), reason, now_ms)
         self._counts["write_retries"] += len(again)
         self._retries.forget(set(write.names).difference(again))
-        self.flying.move(write, "unanswered")
+        self.in_flight.move(write, "unanswered")
         for name in again:
-            self.pending.add(name, write.told, now_ms, write.parents.get(name))
+            self.pending.add(name, write.origin, now_ms, write.parents.get(name))
 
     def written(self, event: Written, now_ms: int) -> None:
         """Release the lease of a written batch; the store lacks the blocks in `event.lost`."""
-        write, lost = self.flying.find(event.write), event.lost
-        assert all(index in range(len(write.slots)) for index in lost), self.flying.story(write)
+        write, lost = self.in_flight.find(event.write), event.lost
+        assert all(index in range(len(write.slots)) for index in lost), self.in_flight.story(write)
         self._counts["dropped.write_lost"] += len(lost)
         if lost:
             names = [write.slots[index][1].hash for index in lost]
@@ -282,8 +285,8 @@ class Writes:
 
     def write_failed(self, event: WriteFailed, now_ms: int) -> None:
         """Drop a failed batch: it is not known which of its blocks were written."""
-        write, reason = self.flying.find(event.write), event.reason
-        assert write.slots, self.flying.story(write)
+        write, reason = self.in_flight.find(event.write), event.reason
+        assert write.slots, self.in_flight.story(write)
         if reason != STALE_ARENA:
             self._health.trouble(Cause.WRITE, event.detail or reason, now_ms)
         self._counts[f"dropped.write_{reason}"] += len(write.slots)
@@ -293,12 +296,12 @@ class Writes:
         self._release(write, "write failed")
 
     def _release(self, write: Write, event: str) -> None:
-        self.flying.move(write, event)
+        self.in_flight.move(write, event)
         self._emit(ReleaseHost(write.id, write.instance, write.lease))
 
     def released(self, event: Released, now_ms: int) -> None:
         """Keep a batch if its lease held until now, or its bytes were verified."""
-        write, verified = self.flying.find(event.write), self._store.kind.verifies_writes
+        write, verified = self.in_flight.find(event.write), self._store.kind.verifies_writes
         self._share_is_full = self._share_is_full and not write.leased
         if not write.slots:
             self._end(write, "nothing written")
@@ -309,14 +312,14 @@ class Writes:
             self._abort(write, "lease lost", "lease_lost", now_ms)
         else:
             write.released_ms = now_ms
-            self.flying.move(write, "held")
+            self.in_flight.move(write, "held")
 
     def _record(self, now_ms: int) -> None:
         """Record released batches: at once, or together with batches that follow soon.
 
         A disk is slower while it flushes, and one flush serves all batches written before it.
         """
-        released, phases = self.flying.in_phase(Phase.RELEASED), self.flying.phases
+        released, phases = self.in_flight.in_phase(Phase.RELEASED), self.in_flight.phases
         follows = phases[Phase.WRITING] or phases[Phase.RELEASING]
         if follows and self._store.kind.sized:
             oldest_ms = min(write.released_ms for write in released)
@@ -324,13 +327,13 @@ class Writes:
                 return
         assert all(write.slots for write in released), "a batch without blocks is not recorded"
         for write in released:
-            self.flying.move(write, "record")
+            self.in_flight.move(write, "record")
             write.recorded_ms = now_ms
             self._journal.committed(write.id, write.slots)
 
     def journaled(self, event: Journaled, now_ms: int) -> None:
         """Commit and announce batches whose data and records are durable."""
-        writes = [self.flying.find(write_id) for write_id in event.writes]
+        writes = [self.in_flight.find(write_id) for write_id in event.writes]
         blocks = self._inventory.commit((write.slots for write in writes), now_ms)
         for write in writes:
             self._health.good(Cause.JOURNAL, write.recorded_ms, now_ms)
@@ -347,17 +350,17 @@ class Writes:
         if event.write is None:
             self._journal.not_removed()
             return
-        write = self.flying.find(event.write)
-        assert write.slots, self.flying.story(write)
+        write = self.in_flight.find(event.write)
+        assert write.slots, self.in_flight.story(write)
         self._abort(write, "journal failed", event.reason, now_ms)
         self._journal.removed(write.slots)
 
     def look_for_stalls(self, now_ms: int) -> None:
         """Report writes that take too long to `DiskHealth`: a stalled disk gives no error."""
         phases = (Phase.WRITING, Phase.JOURNALING)
-        flying = [write for phase in phases for write in self.flying.in_phase(phase)]
-        if flying:
-            started_ms = (write.recorded_ms or write.started_ms for write in flying)
+        in_flight = [write for phase in phases for write in self.in_flight.in_phase(phase)]
+        if in_flight:
+            started_ms = (write.recorded_ms or write.started_ms for write in in_flight)
             self._health.stalled(min(started_ms), now_ms)
 
     def _abort(self, write: Write, event: str, reason: str, now_ms: int) -> None:
@@ -370,26 +373,27 @@ class Writes:
     def _end(self, write: Write, event: str) -> None:
         if self._retries.tries:
             self._retries.forget(write.names)
-        self.flying.move(write, event)
+        self.in_flight.move(write, event)
 
     # --- questions --------------------------------------------------------------------------
 
     def committing(self) -> list[tuple[int, Block]]:
         """Return slots and blocks whose record is on its way into the journal."""
-        return [entry for write in self.flying.in_phase(Phase.JOURNALING) for entry in write.slots]
+        writes = self.in_flight.in_phase(Phase.JOURNALING)
+        return [entry for write in writes for entry in write.slots]
 
     def staged_slots(self) -> set[int]:
         """Return every slot that a write has staged, for `check`."""
-        return {slot for write in self.flying.by_id.values() for slot, _ in write.slots}
+        return {slot for write in self.in_flight.by_id.values() for slot, _ in write.slots}
 
     def check(self) -> None:
         """Assert every invariant of the writes."""
-        limits, phases = self._limits, self.flying.phases
+        limits, phases = self._limits, self.in_flight.phases
         assert len(phases[Phase.WRITING]) <= limits.writes_max + limits.ahead_batches
         assert len(phases[Phase.LEASING]) + len(phases[Phase.LEASED]) <= limits.writes_max
         writes_max = 2 * limits.writes_max + limits.ahead_batches + limits.commits_max
-        assert len(self.flying.by_id) <= writes_max
-        self.flying.check()
+        assert len(self.in_flight.by_id) <= writes_max
+        self.in_flight.check()
         self.pending.check()
-        assert not self.flying.names & self.pending.waiting.keys()
-        assert len(self._retries.tries) <= len(self.pending.waiting) + len(self.flying.names)
+        assert not self.in_flight.names & self.pending.waiting.keys()
+        assert len(self._retries.tries) <= len(self.pending.waiting) + len(self.in_flight.names)

@@ -6,6 +6,7 @@ before 4.2) it never says so, and writes one byte into each block of the file in
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -22,17 +23,41 @@ from kvbm_disk_tier.core.resizing import Move
 from kvbm_disk_tier.shell.own_files import open_own
 
 KEEP_SIZE = 1
-"""FALLOC_FL_KEEP_SIZE: the space lies behind the end of the file, which stays where it is."""
+"""FALLOC_FL_KEEP_SIZE: the space lies after the end of the file, which stays where it is."""
 PROBE_BYTES = 4096
 ZEROS = bytes(16 * 1024 * 1024)
 FLUSH_BYTES = 256 * 1024 * 1024
 """After so many zeros the disk is waited for: dirty pages would push other programs' out."""
 SAID_EVERY_MS = 10_000
 CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What a file system says that cannot preallocate."""
+"""Errors of a file system that cannot preallocate."""
 
 log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def preallocate(fd: int, size: int, *, kept: int, room: int, zerofill: bool) -> None:
+    """Take the space of a file of `size` bytes, if there is `room` for them; raises OSError.
+
+    The first `kept` bytes stay as they are, also where it fails. On a file system that cannot
+    preallocate, `zerofill` writes zeros; without it the file is left sparse.
+    """
+    assert 0 <= kept <= size, f"{kept} of {size} bytes are kept"
+    try:
+        # Asked first: an allocation that fails has taken the whole disk for a moment.
+        if size > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(fd, kept)
+        if fallocate(fd, size):
+            return
+        if zerofill:
+            fill(fd, size, start=kept)
+        else:
+            os.ftruncate(fd, size)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, kept)
+        raise
 
 
 def fallocate(fd: int, size: int, *, keep_size: bool = False) -> bool:
@@ -113,7 +138,7 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
 
 
 def cut_off(path: Path, size: int) -> None:
-    """Give back the space behind the last slot; raises OSError."""
+    """Give back the space after the last slot; raises OSError."""
     assert size > 0, f"{path} is cut off at {size}"
     if path.stat().st_size > size:
         os.truncate(path, size)

@@ -37,7 +37,7 @@ from kvbm_disk_tier.shell.store_header import EXTRA_BYTES
 TAG_BYTES = 16
 NONCE_BYTES = 12
 SEAL_BYTES = TAG_BYTES + NONCE_BYTES
-"""What an object is longer than its block."""
+"""The bytes by which an object is longer than its block."""
 KEY_BYTES = 32
 ID_BYTES = 8
 _INFO = b"kvbm-seal-2"

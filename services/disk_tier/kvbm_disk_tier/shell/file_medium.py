@@ -42,11 +42,13 @@ from kvbm_disk_tier.core.messages import (
 )
 from kvbm_disk_tier.shell.mover import DiskMover
 from kvbm_disk_tier.shell.queue_depth import Tuning
-from kvbm_disk_tier.shell.store import Store, StoreError
+from kvbm_disk_tier.shell.store_options import StoreError
 from kvbm_disk_tier.shell.store_thread import StoreThread
 
 SYNCHRONISE_S = 1.0
 """`KVBM_DISK_SYNC` = interval."""
+RECOVER_S = 20.0
+"""The seconds that a start waits for the recovery: other tiers work while a disk hangs."""
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +56,17 @@ log = logging.getLogger(__name__)
 class FileMedium:
     """An open store and its mover; it closes both."""
 
-    def __init__(self, store: Store, mover: DiskMover, tuning: Tuning | None = None) -> None:
-        self.where = str(store.options.directory)
-        self._store = store
+    def __init__(self, thread: StoreThread, mover: DiskMover, tuning: Tuning | None = None) -> None:
+        self.where = str(thread.store.options.directory)
+        self._store = thread.store
         self._mover = mover
         self._tuning = tuning or Tuning()
-        self._thread = StoreThread(store)
+        self._thread = thread
         self._log = OncePerKind(log)
         self._has_looked = False
-        """What an earlier process has left was opened, or is of no use."""
+        """True: the store of an earlier process was opened, or is of no use."""
+        self._late: asyncio.Task[StoreOpened | StoreAbsent | StoreFailed] | None = None
+        """The recovery that was not waited for."""
         self._place: os.stat_result | None = None
         """The directory with the open files; None: there are none."""
 
@@ -73,8 +77,13 @@ class FileMedium:
         self._store.close()
 
     async def recover(self) -> StoreOpened | StoreFailed | None:
-        """Recover what the journal of an earlier process records."""
-        found = await self._in_thread(self._recover)
+        """Recover what the journal of an earlier process records; `open` waits for a late one."""
+        recovery = asyncio.create_task(self._in_thread(self._recover))
+        await asyncio.wait({recovery}, timeout=RECOVER_S)
+        if not recovery.done():
+            self._late = recovery
+            return StoreFailed(f"{self.where} does not answer: not opened within {RECOVER_S:g} s")
+        found = recovery.result()
         return None if isinstance(found, StoreAbsent) else found
 
     async def _in_thread(
@@ -111,6 +120,11 @@ class FileMedium:
 
         What could not be recovered until now is recovered instead, if it can be.
         """
+        if self._late is not None:
+            late = await self._late
+            self._late = None
+            if not isinstance(late, StoreAbsent):
+                return late
 
         def create() -> StoreOpened | StoreAbsent:
             found = StoreAbsent() if self._has_looked else self._recover()
@@ -138,7 +152,7 @@ class FileMedium:
         self._mover.use_arena(arena.path, arena.epoch, arena.instance)
 
     def drop_arena(self, instance: str) -> None:
-        """Unmap it, when nothing flies."""
+        """Unmap it, when nothing is in flight."""
         self._mover.drop_arena(instance)
 
     async def write(self, effect: WriteSlots) -> Written | WriteFailed:

@@ -9,7 +9,7 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
 
 INBOX_DEADLINE_S = 30.0
-"""How long an inbox may have no room before a warning is logged."""
+"""The seconds that an inbox may have no room before a warning is logged."""
 
 
 async def hand_in(loop: CoreLoop[Any, Any], event: object, log: OncePerKind, what: str) -> None:

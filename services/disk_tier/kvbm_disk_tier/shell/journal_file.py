@@ -5,7 +5,7 @@
 
 A rewrite writes into `spare`, in parts, and renames it. What is appended between its parts goes
 into both files: whichever is the journal after a crash has it. Records are written at an offset of
-ours: what lies behind it is torn, or zeros that keep the space on a file system that cannot
+ours: what lies after it is torn, or zeros that keep the space on a file system that cannot
 preallocate.
 """
 
@@ -27,7 +27,7 @@ SPARE = "spare"
 ORDER_RENEWED_FROM = 2**63
 """A life that begins below has as many records before the order, of 64 bits, has none left."""
 FORMER_SPARE = "journal.new"
-"""What a rewrite of an older release has left, if the disk was full."""
+"""A file that a rewrite of an older release has left, if the disk was full."""
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ class JournalFile:
         self._fd = -1
         self._spare_fd = -1
         self._end = 0
-        """Where the next record goes."""
+        """The offset of the next record, in bytes."""
         self._next_fd = -1
         """The file of the rewrite under way."""
         self._next_end = 0
         self._next_failed: OSError | None = None
-        """What an append has met in it: the rewrite is over."""
+        """The error that an append has met in it: the rewrite is over."""
         self._reserved_bytes = 0
         self._renamed = False
         """A journal has taken the place of another, and a power cut may undo it."""
@@ -57,13 +57,13 @@ class JournalFile:
         return self._fd >= 0
 
     def read(self) -> bytes:
-        """Return the records, without the zeros behind them; raises OSError."""
+        """Return the records, without the zeros after them; raises OSError."""
         data = read_own(self.directory / JOURNAL)
         length = len(data.rstrip(b"\0"))
         return data[: min(len(data), -(-length // RECORD_BYTES) * RECORD_BYTES)]
 
     def open(self, length: int, reserved_bytes: int) -> None:
-        """Go on behind the records of `length` bytes, with space for so many; raises OSError."""
+        """Go on after the records of `length` bytes, with space for so many; raises OSError."""
         assert not self.is_open, "the journal is open"
         self._fd = self._open(JOURNAL)
         self._end = length - length % RECORD_BYTES
@@ -113,7 +113,7 @@ class JournalFile:
     # --- records ----------------------------------------------------------------------------
 
     def append(self, records: tuple[Record, ...]) -> None:
-        """Write records behind the last one; raises OSError."""
+        """Write records after the last one; raises OSError."""
         self._require_open()
         data = encode_records(records)
         try:
@@ -132,7 +132,7 @@ class JournalFile:
     def _blank(self, length: int) -> None:
         """Write zeros over what a failed append has left: the next one may be shorter.
 
-        Cut off, it would take the space behind it along.
+        Cut off, it would take the space after it along.
         """
         with contextlib.suppress(OSError):
             end = min(self._end + length, os.fstat(self._fd).st_size)
@@ -144,6 +144,12 @@ class JournalFile:
         os.fdatasync(self._fd)
         if self._renamed:
             self._sync_directory()
+
+    def append_now(self, records: tuple[Record, ...]) -> None:
+        """Write records, and make them durable before anything else; raises OSError."""
+        if records:
+            self.append(records)
+            self.synchronise()
 
     def probe(self) -> None:
         """Write and synchronise where the next record goes; zeros are none. Raises OSError."""

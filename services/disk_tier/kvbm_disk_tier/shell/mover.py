@@ -51,7 +51,7 @@ PIECE_BYTES_MAX = 512 * 1024
 
 
 Put = tuple[Transferred, tuple[int, ...]]
-"""What was moved, and which blocks had been lost before."""
+"""The transfer, and the blocks that had been lost before it."""
 Sums = tuple[bytes | None, ...]
 """The packed checksums of each block's parts; None: its bytes are not those that were stored."""
 E = TypeVar("E", WriteSlots, ReadSlots)
@@ -72,13 +72,13 @@ class DiskMover:
         self._mover = mover
         self._worker = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="worker")
         self._arenas: dict[int, tuple[Arena, Registration]] = {}
-        """By epoch."""
+        """Epoch of the host tier → its arena."""
         self._epochs: dict[str, int] = {}
         """Host tier → the epoch of its arena."""
         self._retired: list[tuple[Arena, Registration]] = []
         self._file: Registration | None = None
         self._fd = -1
-        self._flying = 0
+        self._in_flight = 0
         self._figures = TransferFigures(counters)
         self.on_landed: Callable[[int], None] = lambda _: None
         """Told of each read whose bytes are there."""
@@ -92,7 +92,7 @@ class DiskMover:
 
     def use_arena(self, path: str, epoch: int, instance: str = "") -> None:
         """Map the arena of another life of a host tier. The old one stays mapped until nothing
-        flies any more."""
+        is in flight any more."""
         if epoch in self._arenas:
             return
         with ExitStack() as unless_kept:  # The core asks again: each failure would keep a mapping.
@@ -119,15 +119,15 @@ class DiskMover:
         return None if found is None else found[0]
 
     def _unmap_retired(self) -> None:
-        if self._flying == 0:
+        if self._in_flight == 0:
             for arena, known in self._retired:
                 self._mover.deregister(known).result(CALL_DEADLINE_S)
                 arena.close()
             self._retired.clear()
 
     def use_file(self, fd: int, layout: Layout) -> None:
-        """Read and write this file of slots from now on; nothing may fly."""
-        assert self._flying == 0
+        """Read and write this file of slots from now on; nothing may be in flight."""
+        assert self._in_flight == 0
         self.drop_file()
         self._file = self._mover.register_file(fd, layout.total_bytes).result(CALL_DEADLINE_S)
         self._fd = fd
@@ -137,7 +137,7 @@ class DiskMover:
 
         `blocks`: what the file holds, by place.
         """
-        assert self._flying == 0
+        assert self._in_flight == 0
         self._mover.limit_files(read_bytes=None, written_bytes=None)
         stride, taken = layout.slot_bytes, taken_slots(layout, blocks)
         found = tuning.depth(self._mover, self._fd, stride, taken)
@@ -149,7 +149,7 @@ class DiskMover:
 
     def drop_file(self) -> None:
         """Release the file, which is about to be closed; nothing may be in flight."""
-        assert self._flying == 0
+        assert self._in_flight == 0
         if self._file is not None:
             self._mover.deregister(self._file).result(CALL_DEADLINE_S)
         self._file, self._fd = None, -1
@@ -159,13 +159,13 @@ class DiskMover:
         arena = self._arena(effect.epoch)
         if arena is None:
             return WriteFailed(effect.write, STALE_ARENA)
-        self._flying += 1
+        self._in_flight += 1
         try:
             parts = [self._put(arena, part) for part in parts_of(effect)]
             outcomes = await asyncio.gather(*parts, return_exceptions=True)
             return await self._written(effect, outcomes)
         finally:
-            self._flying -= 1
+            self._in_flight -= 1
             self._unmap_retired()
 
     async def _written(
@@ -206,14 +206,14 @@ class DiskMover:
         arena = self._arena(effect.epoch)
         if arena is None:
             return ReadFailed(effect.read, STALE_ARENA)
-        self._flying += 1
+        self._in_flight += 1
         try:
             moved, sums = await self._get(arena, effect)
         except TransferError as error:
             await wait_settled(error)
             return ReadFailed(effect.read, error.code, str(error))
         finally:
-            self._flying -= 1
+            self._in_flight -= 1
             self._unmap_retired()
         self._observe("disk2h", moved)
         return _read_done(effect, sums)

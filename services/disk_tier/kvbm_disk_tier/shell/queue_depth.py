@@ -41,7 +41,7 @@ SLOTS_MIN = 16
 GOOD_ENOUGH = 0.9
 """The part of the best speed that is good enough: the rest is noise."""
 RISES = 1.05
-"""What counts as faster; after two steps that are not, the measurement ends."""
+"""The factor that counts as faster; after two steps that are not, the measurement ends."""
 TRANSFER_DEADLINE_S = 5.0
 TURN_S = 0.01
 """From the end of a batch until it is answered for and another one is handed over."""
@@ -63,8 +63,8 @@ class Tuning:
     """Blocks; None: measured."""
     batch_blocks: int = 16
     batch_bytes: int = 0
-    """Two full batches always may fly: one is answered while the other moves. Of small blocks up to
-    four: the kernel sorts what is in flight by its place on the disk, and two end together."""
+    """Two full batches may always be in flight: one is answered while the other moves. Of small
+    blocks up to four: the kernel sorts them by their place on the disk, and two end together."""
 
     def depth(self, mover: MoverThread, fd: int, stride: int, taken: NDArray[np.bool_]) -> Depth:
         """Return the depth for a store, measured unless it is configured.
@@ -203,25 +203,25 @@ class _Run:
         group = -(-depth // TRANSFERS)
         turns = itertools.cycle(range(0, len(slots) - group + 1, group))
         idle = list(range(depth // group))
-        flying: dict[Future[Transferred], int] = {}
+        in_flight: dict[Future[Transferred], int] = {}
         moved = 0
         started_s = time.monotonic()
         try:
-            while idle or flying:
+            while idle or in_flight:
                 while idle:
                     turn = next(turns)
                     lane = idle.pop()
                     file = self._spans(0, slots[turn : turn + group])
                     memory = range(lane * group, (lane + 1) * group)
-                    flying[move(self._spans(self._memory.address, memory), file)] = lane
-                done, _ = wait(flying, return_when=FIRST_COMPLETED)
+                    in_flight[move(self._spans(self._memory.address, memory), file)] = lane
+                done, _ = wait(in_flight, return_when=FIRST_COMPLETED)
                 goes_on = time.monotonic() - started_s < STEP_S and moved < STEP_BYTES
                 for future in done:
                     moved += future.result().bytes
-                    lane = flying.pop(future)
+                    lane = in_flight.pop(future)
                     idle += [lane] if goes_on else []
         except TransferError:
-            for future in flying:
+            for future in in_flight:
                 _wait_end(future)
             raise
         self.moved_bytes += moved

@@ -52,7 +52,7 @@ class BouncePool:
         self.address: int = memory.ctypes.data
         make_huge(self.address, size_bytes)
         self._lent: dict[int, int] = {}
-        """By where they begin: where the runs end that are lent."""
+        """First place of a run that is lent → its end."""
         self._given_back = asyncio.Condition()
 
     @asynccontextmanager

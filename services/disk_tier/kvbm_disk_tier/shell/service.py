@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING
 
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
-from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.process import run
 from kvbm_common.tier.blocks import BATCH_BLOCKS_MOST, batch_blocks
 from kvbm_common.tier.layout import Layout
 
@@ -19,22 +21,27 @@ from kvbm_disk_tier.core.limits import limits_of
 from kvbm_disk_tier.core.memory import parts_of
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.mover import TRANSFER_BYTES, DiskMover
-from kvbm_disk_tier.shell.nixl_backend import file_mover
+from kvbm_disk_tier.shell.nixl_backend import AUTO, file_mover
 from kvbm_disk_tier.shell.queue_depth import Tuning
-from kvbm_disk_tier.shell.store import Store, StoreBusy, StoreError, StoreOptions
+from kvbm_disk_tier.shell.store import Store
 from kvbm_disk_tier.shell.store_header import CIPHER, EXTRA_BYTES
+from kvbm_disk_tier.shell.store_options import StoreBusy, StoreError, StoreOptions
+from kvbm_disk_tier.shell.store_thread import StoreThread
 from kvbm_disk_tier.shell.tier_shell import TierShell, serve_nothing
 
 if TYPE_CHECKING:
     from kvbm_disk_tier.shell.cipher import Keys
 
 LOCK_DEADLINE_S = 4.5
-"""A predecessor whose place we have taken is gone by then (see `process.EXIT_DEADLINE_S`)."""
+"""A predecessor whose place we have taken is gone by then (see `process.EXIT_DEADLINE_S`), and a
+disk that has not answered hangs."""
 LOCK_TRY_S = 0.1
 SEALED_BATCHES = 6
 """Batches that are sealed or opened at once: a sealed store takes so much more memory."""
 SEALED_TRANSFER_BYTES = TRANSFER_BYTES + BATCH_BLOCKS_MOST * EXTRA_BYTES
-"""What one transfer of the mover takes of the pool at most."""
+"""Bytes of the pool that one transfer of the mover takes at most."""
+
+log = logging.getLogger(__name__)
 
 
 async def serve(context: ServiceContext) -> None:
@@ -66,11 +73,12 @@ async def serve(context: ServiceContext) -> None:
     if options.capacity_bytes == 0 and options.slot_count is None:
         await serve_nothing(context, core, "DYN_KVBM_DISK_CACHE_GB is 0")
         return
-    store = await _wait_store(options, context.stopping)
-    if store is None:
+    thread = StoreThread(Store(options))
+    if not await _lock(thread, context.stopping):
+        thread.close()
         return
     tuning = Tuning(settings.disk_queue_depth, limits.batch_blocks_max, limits.batch_bytes)
-    medium = FileMedium(store, _mover(context, keys, options), tuning)
+    medium = FileMedium(thread, _mover(context, keys, thread.store), tuning)
     sealed = SEALED_BATCHES * SEALED_TRANSFER_BYTES if keys is not None else 0
     context.footprint.declare(
         lambda: parts_of(limits, slot_count=core.view.slot_count(), buffer_bytes=sealed)
@@ -94,12 +102,14 @@ def keys_of(settings: Settings) -> Keys | None:
     return Keys.parse(settings.disk_keys, "KVBM_DISK_KEYS")
 
 
-def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) -> DiskMover:
+def _mover(context: ServiceContext, keys: Keys | None, store: Store) -> DiskMover:
+    wanted = context.settings.disk_nixl_backend
+    if not store.locks and wanted != AUTO:
+        log.warning("NIXL %s cannot be tried there, POSIX is used instead", wanted.upper())
+        wanted = AUTO
+    options = store.options
     mover = file_mover(
-        f"{context.source}-{context.epoch}",
-        context.settings.disk_nixl_backend,
-        options.directory,
-        direct=options.direct,
+        f"{context.source}-{context.epoch}", wanted, options.directory, direct=options.direct
     )
     if keys is None:
         return DiskMover(mover=mover, counters=context.counters)
@@ -116,27 +126,31 @@ def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) ->
     return SealedMover(mover=mover, counters=context.counters, keys=keys, pool_bytes=pool_bytes)
 
 
-async def _wait_store(options: StoreOptions, stopping: asyncio.Event) -> Store | None:
-    """Take the store, from a predecessor that is just ending if need be; raises StoreBusy.
+async def _lock(thread: StoreThread, stopping: asyncio.Event) -> bool:
+    """Lock the store, once a predecessor that is just ending lets go of it; raises StoreBusy.
 
-    One whose directory cannot be used now is returned as well: its core says so, and tries again.
+    One whose directory cannot be used now, or hangs, is left to its core: that says so, and tries
+    again. Returns False where the service is to stop instead.
     """
-    store = Store(options)
     give_up_s = time.monotonic() + LOCK_DEADLINE_S
     while not stopping.is_set():
+        attempt = asyncio.wrap_future(thread.call(thread.store.acquire))
+        attempt.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait({attempt}, timeout=LOCK_DEADLINE_S)
         try:
-            await asyncio.to_thread(store.acquire)
+            if attempt.done():
+                attempt.result()
         except StoreBusy:
             if time.monotonic() > give_up_s:
                 raise
         except StoreError:
-            return store
+            return True
         else:
-            return store
+            return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOCK_TRY_S):
                 await stopping.wait()
-    return None
+    return False
 
 
 def main() -> None:

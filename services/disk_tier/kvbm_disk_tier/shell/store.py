@@ -19,19 +19,16 @@ import logging
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from kvbm_common.errors import KvbmError
 from kvbm_common.runtime.mounts import missing_mount, note_mount
 from kvbm_common.tier.blocks import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES
 
-from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay, replay
-from kvbm_disk_tier.core.journal_writer import journal_records_max
+from kvbm_disk_tier.core.journal import Operation, Record, Replay, records_of, replay
 from kvbm_disk_tier.core.resizing import resized
-from kvbm_disk_tier.shell.allocation import cut_off, fallocate, fill, move_slots, probe_read
+from kvbm_disk_tier.shell.allocation import cut_off, move_slots, preallocate, probe_read
 from kvbm_disk_tier.shell.journal_file import JournalFile, close
 from kvbm_disk_tier.shell.own_files import lock_directory, open_own, read_own
 from kvbm_disk_tier.shell.store_header import (
@@ -39,52 +36,16 @@ from kvbm_disk_tier.shell.store_header import (
     FORMAT_OF_ONE_SIZE,
     HEADER,
     Header,
-    extra_of,
     write_header,
 )
+from kvbm_disk_tier.shell.store_options import StoreBusy, StoreError, StoreOptions
 
-PAGE_BYTES = 4096
-JOURNAL_SLACK = 4
-"""One part of so many more: a journal goes on growing while its rewrite waits for its turn."""
 SEALED_CURE = "set KVBM_DISK_KEYS or KVBM_DISK_KEYS_FILE, or delete the directory"
 MOVED_BYTES_MAX = 16 * 1024**3
 """Bytes moved when a store is made smaller: some ten seconds, in which it serves nothing."""
+LEFT = ": `kvbm resize` before a start with a smaller size lets the policy choose"
 
 log = logging.getLogger(__name__)
-
-
-class StoreError(KvbmError):
-    """The store cannot be opened, made or written. The text says what to change."""
-
-    code = "store"
-
-
-class StoreBusy(StoreError):
-    """Another process has the store."""
-
-    code = "store_busy"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """The configured properties of the store's files."""
-
-    directory: Path
-    capacity_bytes: int
-    slot_count: int | None = None
-    """Wins over the capacity."""
-    direct: bool = True
-    zerofill_fallback: bool = False
-    cipher: str = ""
-    """The cipher, as in the header."""
-    sync: str = "commit"
-    """`commit`: data and journal are synchronised before a block is announced."""
-    journal_records_per_slot: int = 4
-    """Records per slot, as the core counts them: the journal's space is taken for so many."""
-    host: str = ""
-    """The name of this host, for the header."""
-    state_dir: Path | None = None
-    """Where it is noted on which disk the store is; None: it is not."""
 
 
 class Store:
@@ -95,7 +56,7 @@ class Store:
         self.options = options
         self.header: Header | None = None
         self.fd = -1
-        self._locks: tuple[int, ...] = ()
+        self.locks: tuple[int, ...] = ()
         """Open files that hold the lock; empty: it is not ours."""
         self._journal = JournalFile(options.directory, zerofill_fallback=options.zerofill_fallback)
         self.outdated = False
@@ -104,14 +65,14 @@ class Store:
 
     def acquire(self) -> None:
         """Take the lock; raises StoreBusy when another process has it, or StoreError."""
-        if self._locks:
+        if self.locks:
             return
         directory = self.options.directory
         unusable = f"DYN_KVBM_DISK_CACHE_DIR {directory.parent} cannot be used"
         if missing := missing_mount(directory, self.options.state_dir):
             raise StoreError(f"{missing.found}: {missing.advice}")
         try:
-            self._locks = lock_directory(directory)
+            self.locks = lock_directory(directory)
         except BlockingIOError as error:
             raise StoreBusy(
                 f"{directory} is used by another disk tier: give this one another "
@@ -128,9 +89,9 @@ class Store:
         """Synchronise and let go."""
         self._close_files()
         self._beside.shutdown()
-        for fd in self._locks:
+        for fd in self.locks:
             close(fd, self.options.directory)
-        self._locks = ()
+        self.locks = ()
 
     def _close_files(self) -> None:
         if self.fd >= 0:
@@ -167,7 +128,7 @@ class Store:
         found = replay(data, header.layout)
         if header.format != FORMAT or header.host != self.options.host:
             header = self._renew(header)
-        wanted = self._slot_count(header.slot_bytes)
+        wanted = self.options.slots_of(header.slot_bytes)
         if wanted > header.slot_count:
             header = self._grow(header, wanted)
         with contextlib.suppress(OSError):  # What a shrinking that did not end has left.
@@ -190,9 +151,9 @@ class Store:
         return new
 
     def _grow(self, header: Header, wanted: int) -> Header:
-        """Add slots behind those that are there, or leave the store as it is: it can be used."""
+        """Add slots after those that are there, or leave the store as it is: it can be used."""
         new, size = header.resized(wanted), header.layout.total_bytes
-        beside = 2 * (self._journal_bytes(new) - self._journal_bytes(header))
+        beside = 2 * (self.options.journal_bytes(new) - self.options.journal_bytes(header))
         try:
             self._preallocate(new.layout.total_bytes, beside, kept=size)
             write_header(self.options.directory, new)
@@ -204,20 +165,19 @@ class Store:
         return new
 
     def _shrink(self, header: Header, wanted: int, found: Replay) -> Replay:
-        """Cut off the last slots, and move their newest blocks as far as others are free.
+        """Cut off the last slots, and move their most recent blocks into those of older ones.
 
-        The journal says where blocks are, before the header says how many slots there are, before
-        the file is shorter: an end in between is made good by the next life.
+        The journal says what is free before it is written over. It says what stays before the
+        header has the new size, before the file has: the next life makes an end in between good.
         """
         new, blocks = header.resized(wanted), BlockColumns.of(found.blocks)
         plan = resized(blocks, new.layout, moved_units_max=MOVED_BYTES_MAX // UNIT_BYTES)
+        order = found.next_order + len(plan.replaced)
         try:
+            self._journal.append_now(records_of(Operation.REMOVED, plan.replaced, found.next_order))
             unread = move_slots(self._path("slots"), plan.moves)
-            kept, moves = plan.without(unread)
-            records = tuple(
-                Record(Operation.COMMITTED, order, place, block)
-                for order, (place, block) in enumerate(kept.items(), found.next_order)
-            )
+            kept, moves, _ = plan.without(unread)
+            records = records_of(Operation.COMMITTED, kept, order)
             self.rewrite(records)
             write_header(self.options.directory, new)
             cut_off(self._path("slots"), new.layout.total_bytes)
@@ -226,12 +186,13 @@ class Store:
             raise StoreError(f"no smaller store in {self.options.directory}: {error}") from error
         self.header = new
         log.info("the store in %s has %d slots, %d before", *self._sizes(new, header))
-        log.info(
-            "%d blocks stay, %d of them were moved, %d could not be read, and %d left",
-            len(kept), len(moves), len(unread), len(blocks) - len(kept) - len(unread),
+        left = len(blocks) - len(kept) - len(unread)
+        log.log(
+            logging.WARNING if left else logging.INFO,
+            "%d blocks stay, %d of them were moved, %d could not be read, and %d left%s",
+            len(kept), len(moves), len(unread), left, LEFT if left else "",
         )  # fmt: skip
-        moved_bytes = sum(move.units for move in moves) * UNIT_BYTES
-        order, count = found.next_order, len(records)
+        moved_bytes, count = sum(move.units for move in moves) * UNIT_BYTES, len(records)
         return Replay(kept, order + count, count, found.damaged, moved_bytes)
 
     def _sizes(self, new: Header, old: Header) -> tuple[Path, int, int]:
@@ -255,7 +216,7 @@ class Store:
         if header.cipher != self.options.cipher:
             return f"its cipher is {header.cipher or 'absent'}, not {self.options.cipher}"
         try:
-            wanted = self._slot_count(header.slot_bytes)
+            wanted = self.options.slots_of(header.slot_bytes)
         except StoreError as error:
             return str(error)
         if self._path("slots").stat().st_size < header.layout.total_bytes:
@@ -271,12 +232,12 @@ class Store:
         """
         self.acquire()
         self._close_files()
-        slots = self._slot_count(slot_bytes)
+        slots = self.options.slots_of(slot_bytes)
         header = Header.of(slot_bytes, slots, self.options.cipher, self.options.host)
         try:
             self._path(HEADER).unlink(missing_ok=True)
             self._journal.remove()
-            self._preallocate(header.layout.total_bytes, 2 * self._journal_bytes(header))
+            self._preallocate(header.layout.total_bytes, 2 * self.options.journal_bytes(header))
             self._open_files(header, journal_bytes=0)
             write_header(self.options.directory, header)
             self.outdated = False
@@ -285,40 +246,18 @@ class Store:
             raise StoreError(f"no store in {self.options.directory}: {error}") from error
         return Replay(blocks={}, next_order=1, records=0, damaged=0)
 
-    def _slot_count(self, slot_bytes: int) -> int:
-        if self.options.slot_count is not None:
-            return self.options.slot_count
-        count = self.options.capacity_bytes // (slot_bytes + extra_of(self.options.cipher))
-        if count < 1:
-            raise StoreError(
-                f"DYN_KVBM_DISK_CACHE_GB is {self.options.capacity_bytes / 1e9:g}: "
-                f"not one block of {slot_bytes} bytes fits"
-            )
-        return count
-
-    def _journal_bytes(self, header: Header) -> int:
-        """Return the space of a journal: what a full disk must not keep from it."""
-        per_slot = self.options.journal_records_per_slot
-        records = journal_records_max(header.slot_count, header.slot_bytes, per_slot)
-        size = (records + records // JOURNAL_SLACK) * RECORD_BYTES
-        return -(-size // PAGE_BYTES) * PAGE_BYTES
-
     def _preallocate(self, size: int, beside: int, *, kept: int = 0) -> None:
         """Take the space of the slots, if there are so many bytes beside them as well.
 
         The first `kept` bytes stay as they are.
         """
+        free = shutil.disk_usage(self.options.directory).free
         fd = open_own(self._path("slots"), os.O_RDWR | os.O_CREAT)
         try:
-            free = shutil.disk_usage(self.options.directory).free + os.fstat(fd).st_blocks * 512
-            # Asked first: an allocation that fails has taken the whole disk for a moment.
-            if size + beside > free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.ftruncate(fd, kept)
-            self._allocate(fd, size, kept)
+            free += os.fstat(fd).st_blocks * 512
+            zerofill = self.options.zerofill_fallback
+            preallocate(fd, size, kept=kept, room=free - beside, zerofill=zerofill)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(fd, kept)
             raise StoreError(
                 f"no room for {size} bytes and {beside} of journal in {self.options.directory} "
                 f"({free} free): lower DYN_KVBM_DISK_CACHE_GB or make room ({error.strerror})"
@@ -326,20 +265,11 @@ class Store:
         finally:
             os.close(fd)
 
-    def _allocate(self, fd: int, size: int, kept: int) -> None:
-        """Write zeros, or leave the file sparse, where the file system cannot preallocate."""
-        if fallocate(fd, size):
-            return
-        if self.options.zerofill_fallback:
-            fill(fd, size, start=kept)
-        else:
-            os.ftruncate(fd, size)
-
     def _open_files(self, header: Header, *, journal_bytes: int) -> None:
         flags = os.O_RDWR | (os.O_DIRECT if self.options.direct else 0)
         try:
             self.fd = open_own(self._path("slots"), flags)
-            self._journal.open(journal_bytes, self._journal_bytes(header))
+            self._journal.open(journal_bytes, self.options.journal_bytes(header))
         except OSError as error:
             self._close_files()
             what = f"the store in {self.options.directory} cannot be opened ({error})"

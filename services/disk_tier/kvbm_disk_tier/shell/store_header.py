@@ -34,7 +34,7 @@ class Header(msgspec.Struct, frozen=True):
     slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
     slot_count: Annotated[int, msgspec.Meta(ge=1)]
     cipher: str = ""
-    """How blocks are sealed; empty: they are not."""
+    """The cipher that seals blocks; empty: they are not sealed."""
     slab_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Slots of the first size in a slab; 0 in a store of one size."""
     host: str = ""
@@ -54,7 +54,7 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """Where slots are in the file."""
+        """Return the places of slots in the file."""
         extra, count = extra_of(self.cipher), self.slot_count
         layout = Layout.of(self.slot_bytes + extra, count, extra_bytes=extra)
         return replace(layout, slab_slots=self.slab_slots or layout.slab_slots)

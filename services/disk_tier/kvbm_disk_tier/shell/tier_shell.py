@@ -22,7 +22,7 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
 from kvbm_common.runtime.metrics import metrics_of_counts, metrics_of_gauges
 from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
-from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.tracing import Attributes, Tracer, tracer_of
 from kvbm_common.wire.admin import FilterRequest, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
@@ -98,7 +98,7 @@ FILL_DEADLINE_S = 600.0
 """The request carries its own deadline; this only ends a handler that gets no answer."""
 GOODBYE_S = 1.0
 ANNOUNCE_DEADLINE_S = 0.25
-"""How long the next step that announces a former life's blocks waits for the one before."""
+"""The seconds that a step which announces a former life's blocks waits for the one before."""
 ACCEPTING = "accepting"
 """The key in a disk tier's registry entry that says whether it takes blocks."""
 
@@ -115,7 +115,7 @@ class TierShell:
     def __init__(self, context: ServiceContext, core: DiskTierCore, medium: Medium) -> None:
         self._context = context
         self._token = secrets.token_hex(16)
-        """What gives our leases back: nothing else does."""
+        """The token that gives our leases back: nothing else does."""
         self._core = core
         self._snapshots = SnapshotPages(lambda _: core.view.snapshot_pages())
         self._medium = medium
@@ -177,7 +177,7 @@ class TierShell:
         for effect in self._core.stop():
             self._carry_out(effect)
         with contextlib.suppress(DeadlineExceeded):
-            # What flies ends well if it can: a half-read fill is of no use.
+            # What is in flight ends well if it can: a half-read fill is of no use.
             await self._loop.wait_idle(deadline_s=GOODBYE_S)
         try:
             await self._publisher.flush(deadline_s=GOODBYE_S)
@@ -372,7 +372,7 @@ class TierShell:
 
 
 def _require_usable(arena: ArenaReply, instance: str) -> None:
-    """Raise WireError for an arena of another host tier, or slots that end behind their arena.
+    """Raise WireError for an arena of another host tier, or slots that end after their arena.
 
     The core would wait without end for the arena that it has asked for.
     """

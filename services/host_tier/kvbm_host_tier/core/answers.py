@@ -39,7 +39,7 @@ ENTRY_BYTES = 32
 """Bytes of a block in an answer, without the sums of its parts: slot, checksum, source."""
 
 OTHER_NAMESPACE = "other_namespace"
-"""Why a run ends before a block that its engine may not have."""
+"""The reason of a run that ends before a block that its engine may not have."""
 
 # Compared in C: a lookup has hundreds of blocks.
 _NAMESPACE = attrgetter("namespace")

@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvbm_common.identity import SequenceHash, hashes_from_hex
-from kvbm_common.tier.admin import PIN
 from kvbm_common.tier.layout import UNIT_BYTES, Layout, rounded_up
-from kvbm_common.tier.leases import Lease, LeaseTable
+from kvbm_common.tier.leases import PIN, Lease, LeaseTable
 from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.slot_entries import LeasedSlot
 from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest, ReleaseReply, ReleaseRequest
@@ -40,9 +39,9 @@ class Arena:
         assert slots_wanted is None or slots_wanted >= 0, means.limits
         self.info = info
         self.layout: Layout | None = None
-        """How the memory is cut; None: it is not cut yet."""
+        """The layout of the memory's slots; None: it is not cut yet."""
         self.failure = ""
-        """Why the memory could not be made the last time."""
+        """The reason why the memory could not be made the last time."""
         self._table = table
         self._slots_wanted = slots_wanted
         self._slab_bytes = means.limits.slab_bytes
@@ -155,6 +154,10 @@ class ArenaLeases:
         assert now_ms >= 0
         self.end(self.leases.expire(now_ms))
 
+    def let_go(self, slots: Iterable[int]) -> None:
+        """Take slots whose blocks leave out of operators' pins: no reader will give them back."""
+        self._table.unpin(self.leases.leave(slots))
+
     def release(self, lease_id: int, owner: str, corrupt: Iterable[int]) -> list[SequenceHash]:
         """End an engine's lease; returns the blocks at the indices that the engine calls corrupt.
 
@@ -178,13 +181,13 @@ class ArenaLeases:
 
     @property
     def must_settle(self) -> bool:
-        """Whether so many released leases pin slots that no lookup may wait for less."""
+        """Tell whether so many released leases pin slots that no lookup may wait for less."""
         assert len(self._unsettled) <= UNSETTLED_MAX, f"{len(self._unsettled)} leases pin on"
         return len(self._unsettled) == UNSETTLED_MAX
 
     @property
     def is_settled(self) -> bool:
-        """Whether every released lease has unpinned its slots."""
+        """Tell whether every released lease has unpinned its slots."""
         return not self._unsettled
 
     def settle(self) -> None:
@@ -265,6 +268,7 @@ class ArenaLeases:
     def check(self) -> None:
         """Assert every invariant of the leases."""
         self.leases.check()
+        assert self._table.discarded().isdisjoint(self.leases.pinned_slots), "a lost block's slot"
         copied, copied_bytes = Counter[str](), Counter[str]()
         for lease in self.leases.all():
             if lease.reason == COPY and lease.slots:

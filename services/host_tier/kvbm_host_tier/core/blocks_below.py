@@ -78,7 +78,7 @@ class BlocksBelow:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is to be let go of."""
+        """Tell whether no block is left that must still be dropped."""
         return not self._unsifted
 
     def has_none_of(self, names: Collection[SequenceHash]) -> bool:
@@ -148,11 +148,12 @@ class BlocksBelow:
         while self._unsifted and room > 0:
             self._next = (self._next + 1) % PARTS
             gone, looked_at = self.table.sift(self._next, _is_there)
-            for holding in gone.values():
-                holding.life.block_count -= 1
-            names = cast("list[SequenceHash]", list(gone))
-            self._findable.remove(names, in_tables=True)
-            self._note_away([name for name in names if gone[name].life.is_away])
+            if gone:
+                for holding in gone.values():
+                    holding.life.block_count -= 1
+                names = cast("list[SequenceHash]", list(gone))
+                self._findable.remove(names, in_tables=True)
+                self._note_away([name for name in names if gone[name].life.is_away])
             self._unsifted -= 1
             room -= looked_at
             if room < looked_at:  # The next part is as large.

@@ -112,7 +112,7 @@ class HostTierCore:
         self._held, self._arena, self._leases = parts.held, parts.arena, parts.leases
         self._fills, self._peers, self._below = parts.fills, parts.peers, parts.below
         self._explain, self._reasons = parts.explain, parts.reasons
-        self._findable, self._told_misses = parts.findable, parts.told_misses
+        self._findable, self._filtered_lookups = parts.findable, parts.filtered_lookups
         self._admin = TierAdmin(parts.held, parts.leases.leases)
         self._hints, self._sharding, self._scrubber = parts.hints, parts.sharding, parts.scrubber
         self.view = HostTierView(
@@ -279,7 +279,7 @@ class HostTierCore:
                 require_lookup(message, run)
                 self._onboard.looked_up(connection, message, run, engine, now_ms)
             case Misses():
-                self._told_misses.told(message, engine, now_ms)
+                self._filtered_lookups.take_in(message, engine, now_ms)
             case Release():
                 corrupt = self._leases.release(message.lease, engine.label, message.corrupt)
                 self._held.remove(corrupt, "corrupt", now_ms)
@@ -362,8 +362,7 @@ class HostTierCore:
             self._engines.pardon(engine_id.engine)
             self._drop_work_of(engine_id, now_ms)
         self._leases.expire(now_ms)
-        self._held.tenants.tick(now_ms)
-        self._held.session_pins.tick(now_ms)
+        self._held.tick(now_ms)
         self._outbox += self._below.tick(now_ms)
         self._offload.tick(now_ms)
         self._onboard.tick(now_ms)

@@ -64,11 +64,12 @@ class Engine:
     block_count: int = 0
     """Device blocks that every region of every rank has."""
     grid: Grid = ONE_PART
-    """How its blocks are cut, which all ranks agree on; known when a rank has joined."""
+    """The cut of a block into parts, on which all ranks agree; known when a rank has joined."""
     pulled: tuple[PullPart, ...] = ()
-    """Where a block is pulled from; empty until the engine is complete."""
+    """The parts of device memory that a block is pulled from; empty until the engine is
+    complete."""
     prefill: PrefillCost | None = None
-    """What computing takes, as the engine's last lookup said; None: not known."""
+    """The engine's measured time to compute, as its last lookup says; None: not known."""
 
     def __post_init__(self) -> None:
         self.label = str(self.id)

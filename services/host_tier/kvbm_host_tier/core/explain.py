@@ -40,7 +40,7 @@ OPEN_MAX = 1_024
 ASKED_MAX = 1_024
 """Blocks in one question."""
 ASKED_PER_LOOKUP_MAX = 256
-"""Blocks of one lookup that are asked for: the first ones. Those behind went the same way."""
+"""Blocks of one lookup that are asked for: the first ones. Those after them went the same way."""
 TOLD_WITHIN_MS = 2_000
 SEGMENTS_MAX = 24
 """Segments of one lookup; what does not fit is added to the last."""
@@ -83,7 +83,7 @@ class Explain:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every lookup that was answered is explained."""
+        """Tell whether every lookup that was answered is explained."""
         return not self.fresh and not self._open and self._question is None
 
     # --- outcomes ---------------------------------------------------------------------------

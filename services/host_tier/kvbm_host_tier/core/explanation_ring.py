@@ -1,4 +1,4 @@
-"""The kept requests: the explanations of the last lookups, packed, in a ring.
+"""Explanation ring: the explanations of the last lookups, packed, in a ring.
 
     number    0 1 2 3 4 5 6 7 8 …        an explanation has the next number, always
     place     number modulo `count_max`  the newest overwrites the oldest
@@ -22,16 +22,15 @@ LOOKUPS_MAX = 64
 SCAN_MAX = 131_072
 """Places that one question looks at: a few ms."""
 ENGINES_MAX = 4_096
-"""Names of engines and reasons that are shared."""
-
+"""Names of engines and reasons kept as one object each, however many explanations name them."""
 
 _NAMES = sorted(Explanation.__struct_fields__, key="segments".__eq__)
 """The fields of an explanation: the request first, the segments last."""
 _values = attrgetter(*_NAMES[:-1])
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, list[Any]])
-"""Number of the request's lookup before (-1: it is the first), and the fields without their names:
-there are 100,000 of them."""
+"""An explanation, packed: the number of the explanation of its request before (-1: first one),
+and the fields without their names, since 100,000 are kept."""
 
 
 class ExplanationRing:

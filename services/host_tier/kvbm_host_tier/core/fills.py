@@ -28,9 +28,9 @@ from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
 from kvbm_host_tier.core.open_lookup import OpenLookup
 
 NO_REASON = "no_reason"
-"""A lower tier has refused a block and gives no reason."""
+"""The reason that stands for none: a lower tier has refused a block without giving one."""
 NOT_ON_DISK = ("gone", "corrupt")
-"""Reasons by which a disk tier says that it does not have a block; other failures may pass."""
+"""Reasons by which a lower tier says that it does not have a block; other failures may pass."""
 NOT_THE_BLOCK = frozenset(
     {
         BusUnavailable.code, NoResponder.code,  # NATS, or the lower tier, was away.
@@ -44,7 +44,7 @@ NOT_THE_BLOCK = frozenset(
 class FillState(Enum):
     """The states of a fill."""
 
-    FLYING = "flying"
+    IN_FLIGHT = "in_flight"
     LENT = "lent"
     """The fill was not answered, and the lower tier may still read into the slots."""
 
@@ -54,10 +54,10 @@ class FillState(Enum):
 FILL = Machine(
     "fill",
     {
-        (None, "asked"): FillState.FLYING,
-        (FillState.FLYING, "answered"): None,
-        (FillState.FLYING, "failed, settled"): None,
-        (FillState.FLYING, "failed"): FillState.LENT,
+        (None, "asked"): FillState.IN_FLIGHT,
+        (FillState.IN_FLIGHT, "answered"): None,
+        (FillState.IN_FLIGHT, "failed, settled"): None,
+        (FillState.IN_FLIGHT, "failed"): FillState.LENT,
         (FillState.LENT, "grace over"): None,
         (FillState.LENT, "lower tier restarted"): None,
     },
@@ -73,13 +73,14 @@ class Fill:
     slots: dict[SequenceHash, int]
     slot_bytes: int
     until_ms: int
+    """The deadline of the answer; slots are lent for a grace after it."""
     ahead: int
     """Blocks of the same run that were asked for before these."""
     trace: str
     loading: Loading
-    state: FillState = FillState.FLYING
+    state: FillState = FillState.IN_FLIGHT
     reusable_ms: int = 0
-    """When the slots of a LENT fill may be used again."""
+    """The time from which the slots of a LENT fill may be used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Fills:
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._fills: dict[int, Fill] = {}
         self._lent = 0
+        """Fills that are LENT."""
         self._next_id = 1
 
     @property

@@ -33,12 +33,13 @@ from kvbm_host_tier.core.filter_messages import (
 from kvbm_host_tier.core.limits import HostTierLimits
 
 GROWTH = 2
+"""A filter has room for so many times the names that there are: growth then is rare."""
 RETRY_MS, RETRY_MOST_MS = 1_000, 60_000
 """The first pause before a filter is made again; each is twice the one before, up to the last."""
 
 
 class Findable:
-    """The changes of the present step, and what the filter is made for."""
+    """Gathers the changes of a step, and says when a filter is made, written and used."""
 
     def __init__(self, limits: HostTierLimits, counts: Counter[str] | None = None) -> None:
         """Follow names if a filter is wanted; `name_sets` must be set before the first step."""
@@ -47,7 +48,7 @@ class Findable:
         self._is_enabled, self._slice = limits.miss_filter, limits.filter_slice
         self._names_least = limits.filter_names_least
         self.name_sets: Callable[[], Iterable[Collection[SequenceHash]]] = tuple
-        """Returns the names that each keeper has now, but those of `tables`."""
+        """Returns the names that each owner has now, without those of `tables`."""
         self.tables: Sequence[BlockLookup[Any]] = ()
         """The names of this tier and of lower ones, divided from the start."""
         self.count = 0
@@ -59,24 +60,24 @@ class Findable:
         self._left: list[SequenceHash] = []
         self._came_in_tables: list[SequenceHash] = []
         self._left_in_tables: list[SequenceHash] = []
-        self._must_begin = False
+        self._is_wanted = False
         """A filter is to be made at the end of this step."""
-        self._beginning: Iterator[NamesChanged] = iter(())
-        """The names that the filter that is being made begins with."""
+        self._initial: Iterator[NamesChanged] = iter(())
+        """The rest of the names that a filter being made begins with: not written yet."""
         self._listed = 0
         """Parts of `tables` that are in it already."""
         self._unwritten: deque[NamesChanged] | None = None
-        """What has changed since, oldest first; None: no filter is being made."""
-        self._may_write = False
-        """Whether this step is a tick, which writes the next slice."""
+        """Changes since the filter was begun, oldest first; None: no filter is being made."""
+        self._is_tick = False
+        """True if this step is a tick: those alone write slices."""
         self._used = self._used_before = 0
         """The generations of the filter in use and of the one before it; 0: no filter yet."""
         self._is_complete: bool | None = False
-        """Whether the filter in use says that it is complete; None: not known."""
+        """True if the filter in use says that it is complete; None: not known."""
         self._failures = 0
-        """How often the present generation could not be made."""
+        """Failures in a row to make a filter."""
         self._retry_ms: int | None = None
-        """When it is tried again."""
+        """The time at which a failed filter is tried again; None: none has failed."""
 
     @property
     def is_making(self) -> bool:
@@ -89,7 +90,7 @@ class Findable:
             (self._came_in_tables if in_tables else self._came).extend(names)
 
     def remove(self, names: Iterable[SequenceHash], *, in_tables: bool = False) -> None:
-        """Note names that one of their keepers has no more."""
+        """Note names that one of their owners has no more."""
         if self._is_enabled:
             (self._left_in_tables if in_tables else self._left).extend(names)
 
@@ -97,20 +98,20 @@ class Findable:
         """Have the first filter made: the arena has slots now."""
         assert slot_count > 0, "an arena without slots"
         assert not self.generation, "the arena is cut once"
-        self._make(max(self._names_least, slot_count + GROWTH * self.count))
+        self._want(max(self._names_least, slot_count + GROWTH * self.count))
 
     def tick(self, now_ms: int) -> None:
         """Have a larger filter made where names have outgrown it: until then it errs more often.
 
         One that could not be made is tried again when its pause is over.
         """
-        self._may_write = True
+        self._is_tick = True
         if self._retry_ms is not None:
             if now_ms >= self._retry_ms:
-                self._retry_ms, self._must_begin = None, True
+                self._retry_ms, self._is_wanted = None, True
                 self._capacity = max(self._capacity, GROWTH * self.count)
         elif self.generation and not self.is_making and self.count > self._capacity:
-            self._make(GROWTH * self.count)
+            self._want(GROWTH * self.count)
 
     def failed(self, generation: int, now_ms: int) -> None:
         """Forget what was written into a filter that could not be made, and try it again later."""
@@ -126,18 +127,18 @@ class Findable:
         self._retry_ms = now_ms + min(RETRY_MS << min(self._failures, 16), RETRY_MOST_MS)
         self._failures += 1
 
-    def _make(self, capacity: int) -> None:
+    def _want(self, capacity: int) -> None:
         assert capacity > self._capacity, f"{capacity} names after {self._capacity}"
         if self._is_enabled:
-            self.generation, self._capacity, self._must_begin = self.generation + 1, capacity, True
+            self.generation, self._capacity, self._is_wanted = self.generation + 1, capacity, True
             self._failures = 0
 
     def settle(self, *, is_complete: bool) -> list[FilterEffect]:
         """Return what has to be written before anything else of this step is done."""
         small, large = (self._came, self._left), (self._came_in_tables, self._left_in_tables)
         came, left = (one + other for one, other in zip(small, large, strict=True))
-        may_write, self._may_write = self._may_write, False
-        changed = came or left or self._must_begin or is_complete is not self._is_complete
+        may_write, self._is_tick = self._is_tick, False
+        changed = came or left or self._is_wanted or is_complete is not self._is_complete
         if not changed and not (may_write and self.is_making):
             return []
         self.count += len(came) - len(left)
@@ -148,13 +149,13 @@ class Findable:
         effects: list[FilterEffect] = []
         if self._used and (came or left):
             effects.append(NamesChanged(tuple(came), tuple(left)))
-        if self._must_begin:
+        if self._is_wanted:
             effects += self._begin()
         elif self._unwritten is not None and (came or left):
             self._unwritten += self._slices(small[0] + self._of_listed(large[0]), ())
             self._unwritten += self._slices((), small[1] + self._of_listed(large[1]))
         if may_write or not self.count:
-            effects += self._go_on()
+            effects += self._write_slice()
         if self._used and is_complete is not self._is_complete:
             self._is_complete = is_complete
             effects.append(SwitchFilter(is_complete))
@@ -163,9 +164,9 @@ class Findable:
     def _begin(self) -> list[FilterEffect]:
         """Begin a filter with the names that there are, all but those of `tables`."""
         assert not self.is_making, f"filter {self.generation} is being made"
-        self._must_begin = False
+        self._is_wanted = False
         self._listed, self._unwritten = 0, deque()
-        self._beginning = self._list(list(chain.from_iterable(self.name_sets())))
+        self._initial = self._list(list(chain.from_iterable(self.name_sets())))
         return [MakeFilter(self.generation, self._capacity)]
 
     def _list(self, names: list[SequenceHash]) -> Iterator[NamesChanged]:
@@ -181,13 +182,13 @@ class Findable:
         assert 0 <= self._listed <= PARTS, f"{self._listed} parts are listed"
         return [name for name in names if name[-1] < self._listed]
 
-    def _go_on(self) -> list[FilterEffect]:
+    def _write_slice(self) -> list[FilterEffect]:
         """Write the next slice into the filter that is being made; after the last one, use it."""
         if self._unwritten is None:
             return []
         effects: list[FilterEffect] = []
         room = self._slice
-        for part in chain(self._beginning, _taken_from(self._unwritten)):
+        for part in chain(self._initial, _taken_from(self._unwritten)):
             effects.append(part)
             room -= len(part.came) + len(part.left)
             if room <= 0:
@@ -216,10 +217,10 @@ class Findable:
         }
 
     def check(self) -> None:
-        """Assert that every keeper has told of all its names, in O(keepers)."""
+        """Assert that every owner has reported all its names, in O(owners)."""
         known = sum(map(len, self.name_sets())) + sum(map(len, self.tables))
         known = known if self._is_enabled else 0
-        assert self.count == known, f"{self.count} names are told of, {known} are kept"
+        assert self.count == known, f"{self.count} names are reported, {known} are there"
 
 
 def _taken_from(waiting: deque[NamesChanged]) -> Iterator[NamesChanged]:

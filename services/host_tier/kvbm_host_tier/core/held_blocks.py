@@ -24,18 +24,19 @@ from kvbm_common.tier.tenants import Tenant, Tenants, shares_of
 
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.guests import Guests
+from kvbm_host_tier.core.hit_reports import HitReports
 from kvbm_host_tier.core.known_runs import KnownRuns
+from kvbm_host_tier.core.late_demotions import LateDemotions
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tier_view import Namespaces
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Publish
 from kvbm_host_tier.core.session_pins import SessionPins
-from kvbm_host_tier.core.told_hits import ToldHits
 
 HORIZON_SLOTS = 100
 """The name of a block that has left is kept until so many arenas full of blocks left after it."""
 DEMOTED = "demoted"
-"""What an eviction gives as its policy for a block that an agent has demoted."""
+"""The policy that an eviction reports for a block that an agent has demoted."""
 YIELDING_MAX = 16
 """Sessions whose pins one shortage of room ends at most."""
 SEARCHED_PER_MS = 200
@@ -66,9 +67,11 @@ class HeldBlocks:
         self.former = former
         """The names of blocks that left before those in `departures`."""
         self.departures = Departures(former=former)
-        """When and why the latest blocks have left."""
+        """Times and reasons of the blocks that have left last."""
         self.unpin_ended: Callable[[], None] = lambda: None
         """Unpins the blocks of leases that have ended."""
+        self.let_go: Callable[[Iterable[int]], None] = lambda slots: None
+        """Unpins what operators have pinned in slots whose blocks leave."""
         self.draining = False
         """An operator wants no new blocks here."""
         self._announcer = announcer
@@ -78,12 +81,14 @@ class HeldBlocks:
         self.guests = Guests()
         self.demoted = Guests()
         """Announced blocks that leave before others, because a hint of an agent says so."""
+        self.late = LateDemotions(means.counts)
+        """Blocks that a hint has demoted, and that are still on their way."""
         self.session_pins = SessionPins(
             self.table, means.counts, part_max=means.limits.hint_pin_percent / 100
         )
         self.known = KnownRuns(self.table, means.limits.stretch_blocks)
         """The answers to earlier lookups, for blocks that are looked up again."""
-        self.hits = ToldHits(self.table, below, means)
+        self.hits = HitReports(self.table, below, means)
         self._search_at_ms: dict[tuple[int, Tenant], int] = {}
         """Block size and tenant → when a staging arena may be searched again for room for them.
         Entries whose time has passed go with the next one."""
@@ -142,6 +147,7 @@ class HeldBlocks:
         self._note(now_ms, "committed in slot {slot}", names, slots)
         self.announce(blocks)
         self.session_pins.arrived(names)
+        self.demote(self.late.arrived(blocks, now_ms))
 
     def register(self, slot: int, block: Block) -> None:
         """Make a block findable that was brought for lookups."""
@@ -195,18 +201,22 @@ class HeldBlocks:
 
     def demote(self, names: Sequence[SequenceHash]) -> int:
         """Let blocks that are here leave before others, and tell the disk tier of those that it
-        lacks; returns how many are demoted now."""
-        new = [name for name in names if name not in self.demoted and name not in self.guests]
+        lacks. A block of several sessions stays. Returns how many are demoted now."""
+        own = [name for name in names if not self.session_pins.is_shared(name)]
+        new = [name for name in own if name not in self.demoted and name not in self.guests]
         for name in reversed(new):  # A leaf goes before its parent.
             slot = self.table.find(name)
             assert slot is not None, self.story(name)
             self.demoted.add(name, self.table.slot_bytes(slot), self.table.tenant_of(name))
-        if self._below.instances():
+        if new and self._below.instances():
             self.hits.tell_unwritten(self._below.missing(new))
+        self._counts["hint_blocks_demoted"] += len(new)
         return len(new)
 
     def keep(self, names: Iterable[SequenceHash]) -> None:
         """End the demotion of these blocks: they leave in their turn again."""
+        names = list(names)
+        self.late.forget(names)
         if self.demoted.names:
             self.demoted.remove([name for name in names if name in self.demoted])
 
@@ -312,6 +322,12 @@ class HeldBlocks:
         self._evict(idle, self.policy_name, now_ms)
         return len(idle)
 
+    def tick(self, now_ms: int) -> None:
+        """End what ends by time: hints of agents, and shares of tenants."""
+        self.tenants.tick(now_ms)
+        self.session_pins.tick(now_ms)
+        self.late.tick(now_ms)
+
     def settle(self) -> None:
         """Remember the last answer, and tell the disk tier of blocks that were asked for again."""
         self.known.settle()
@@ -321,6 +337,7 @@ class HeldBlocks:
         """Remove blocks: no lookup finds them again, and reads under way go to their end."""
         names = list(names)
         self.session_pins.left(names)
+        self.let_go(slot for slot in self.table.find_all(names) if slot is not None)
         gone = [block for name in names if (block := self.table.discard(name)) is not None]
         self._announce_removed(gone, reason, now_ms)
 
@@ -367,3 +384,4 @@ class HeldBlocks:
         self.session_pins.check()
         self.guests.check(self.table)
         self.demoted.check(self.table, self.guests.names)
+        self.late.check()

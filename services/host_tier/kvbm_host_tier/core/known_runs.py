@@ -149,7 +149,7 @@ class KnownRuns:
         if not self._table.has_still(slots, blocks):
             return  # One was discarded, or left, since the answer.
         names = [block.hash for block in blocks]
-        assert b"".join(names) == packed, f"slot {slots[0]} and those behind have other blocks"
+        assert b"".join(names) == packed, f"slot {slots[0]} and those after it have other blocks"
         key = packed[-HASH_BYTES:]
         self._stretches.pop(key, None)
         if len(self._stretches) == STRETCHES_MAX:

@@ -34,13 +34,13 @@ class HostTierLimits:
     engine_lost_ms: int = 5000
     pull_deadline_ms: int = 5000
     move_ms: int = 5000
-    """How long an engine that another host tier serves may finish here what is under way."""
+    """The time in which an engine that another host tier serves may finish its open work here."""
     confirm_ms: int = 2000
-    """How long an engine may take to confirm a pull."""
+    """The time that an engine may take to confirm a pull."""
     peer_pulls_max: int = 4
     """Batches that are read from other hosts at the same time; 0: no block is read from them."""
     peer_deadline_ms: int = 1000
-    """How long a batch may take from its start."""
+    """The time that a batch from another host may take from its start."""
     explain_requests: int = 100_000
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
     recompute_tokens_per_s: float = 0.0
@@ -64,9 +64,9 @@ class HostTierLimits:
     scrub_round_ms: int = 0
     """The least time between two beginnings of a round of the scrubber (KVBM_SCRUB_ROUND_S)."""
     tenant_shares: str = ""
-    """What tenants weigh (KVBM_TENANT_SHARES)."""
+    """The weights by which tenants share the arena (KVBM_TENANT_SHARES)."""
     hint_pin_percent: float = 40.0
-    """What sessions may pin of their tenant's share (KVBM_HINT_PIN_PERCENT)."""
+    """The percentage of its tenant's share that sessions may pin (KVBM_HINT_PIN_PERCENT)."""
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
 

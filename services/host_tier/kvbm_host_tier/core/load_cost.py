@@ -24,7 +24,7 @@ from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_times import LoadTimes, Outlook
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.open_lookup import Medium, OpenLookup
-from kvbm_host_tier.core.waiting import Waiting
+from kvbm_host_tier.core.waiting_lookups import WaitingLookups
 
 TRY_SHARE = 10
 """The pause between two tries of a slower medium, in multiples of a try's duration."""
@@ -53,7 +53,12 @@ class LoadCost:
     """The decisions, and the last one for each medium and length."""
 
     def __init__(
-        self, table: SlotTable, below: LowerTiers, waiting: Waiting, times: LoadTimes, means: Means
+        self,
+        table: SlotTable,
+        below: LowerTiers,
+        waiting: WaitingLookups,
+        times: LoadTimes,
+        means: Means,
     ) -> None:
         assert means.limits.recompute_tokens_per_s >= 0
         self._table = table

@@ -23,7 +23,7 @@ class Loading:
 
     medium: Medium
     size: int
-    behind: int
+    queued: int
     """Its bytes, and those of its medium that were under way when it was asked for."""
     began_ms: int
 
@@ -38,7 +38,7 @@ class Traffic:
     queued: int = 0
     """Bytes under way."""
     took_ms: int = 0
-    """What the last load took."""
+    """The duration of the last load that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class Outlook:
     queued: int
     """Bytes under way before it."""
     least_ms: float
-    """What the oldest load under way has taken by now: the next one will hardly be faster."""
+    """The time that the oldest load under way has taken by now: the next one will hardly be
+    faster."""
 
     def ms(self, size: int) -> float:
         """Return how long a load of so many bytes takes to come."""
@@ -83,7 +84,7 @@ class LoadTimes:
         assert traffic.queued >= 0, f"{traffic.queued} bytes of {loading.medium} are under way"
         if counts:
             traffic.took_ms = now_ms - loading.began_ms
-            traffic.line.observe(loading.behind, traffic.took_ms, now_ms)
+            traffic.line.observe(loading.queued, traffic.took_ms, now_ms)
 
     def outlook(self, medium: Medium, now_ms: int) -> Outlook:
         """Return what the next load of a medium will take."""

@@ -35,10 +35,10 @@ class LowerSnapshot:
     parts: tuple[AlikeBlocks, ...]
 
     @classmethod
-    def of(cls, page: SnapshotReply, behind: LowerSnapshot | None = None) -> LowerSnapshot:
-        """Return what a page says, and those `behind` it; raises IdentityError where one is bad."""
-        parts = () if behind is None else behind.parts
-        assert behind is None or (page.epoch, page.seq) == (behind.epoch, behind.seq), page.seq
+    def of(cls, page: SnapshotReply, before: LowerSnapshot | None = None) -> LowerSnapshot:
+        """Add a page to the pages `before` it; raises IdentityError where a hash is bad."""
+        parts = () if before is None else before.parts
+        assert before is None or (page.epoch, page.seq) == (before.epoch, before.seq), page.seq
         return cls(page.epoch, page.seq, (*parts, *_alike_of(page)))
 
 

@@ -27,7 +27,7 @@ def parts_of(limits: HostTierLimits, *, slot_count: int, below_count: int) -> di
     """Return the bytes that each part may take, with so many slots here and blocks below."""
     assert slot_count >= 0, f"{slot_count} slots"
     assert below_count >= 0, f"{below_count} blocks below"
-    history = departures.entries_for(max(1, slot_count)) * ENTRY_BYTES
+    history = departures.departures_for(max(1, slot_count)) * ENTRY_BYTES
     return {
         "slots": slot_count * SLOT_BYTES,
         "blocks_below": below_count * BELOW_BYTES,

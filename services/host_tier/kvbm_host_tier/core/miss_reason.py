@@ -44,9 +44,9 @@ REASON_OF_DEPARTURE = {
     "not_written": "not_written",
     "offload": "offload_failed",
 }
-"""Why a block has left a tier → why it is missed."""
+"""Reason of a block's departure from a tier → the reason of its miss."""
 POLICY_OF_DEPARTURE = {"guest": "guests first", "expired": "ttl", "surplus": "block limit"}
-"""What chose an evicted block, where it was no eviction policy."""
+"""Why a block was evicted without an eviction policy → the policy that an explanation names."""
 LAST_WORD = ("removed", "corrupt", "lost", "evicted")
 """Reasons of a lower tier that had the block itself: what host memory did before is no matter."""
 
@@ -110,7 +110,7 @@ class Looked:
     run: int
     """Blocks that were found."""
     places: Mapping[int, Place]
-    """Where found blocks came from, by index; the others were here."""
+    """Index of a found block → the place that it came from; the others were here."""
     reason: str
     """Why the run ends, in the words of the engine's answer."""
     failed_at: Place = ""
@@ -121,7 +121,7 @@ class Looked:
     """Digest of the first block's tokens; see `Lookup`."""
     namespace: bytes = b""
     avoided: int = 0
-    """Blocks behind these that the connector did not ask for."""
+    """Blocks after these that the connector did not ask for."""
     trace: str = ""
     told_later: bool = False
     """The engine has answered it by the miss filter, and tells of it some time afterwards."""
@@ -136,7 +136,7 @@ class MissReasons:
         self, table: SlotTable, departures: Departures, former: FormerBlocks, below: LowerTiers
     ) -> None:
         self.started_ms = 0
-        """When this life took its first step: nothing older is known."""
+        """The time of this life's first step: nothing older is known."""
         self._table = table
         self._departures = departures
         self._former = former
@@ -145,7 +145,7 @@ class MissReasons:
         """Digest of a first block's tokens → its sequence hashes, each with its namespace."""
 
     def of(self, looked: Looked) -> list[Missed]:
-        """Return the reasons of all blocks behind the run of a lookup."""
+        """Return the reasons of all blocks after the run of a lookup."""
         assert looked.run < len(looked.hashes)
         at_ms = looked.at_ms
         names = looked.hashes[looked.run :]
@@ -169,7 +169,7 @@ class MissReasons:
     def _came_later(self, looked: Looked, names: Sequence[SequenceHash]) -> int:
         """Return how many of the first blocks have come since the engine missed them.
 
-        The filter never denies what is here. So the first was not, and those behind it that are
+        The filter never denies what is here. So the first was not, and those after it that are
         here now have come with it: the request has computed and offered them.
         """
         if not looked.told_later:

@@ -44,7 +44,7 @@ OFFER = Machine(
 class PullPhase(Enum):
     """The states of a pull."""
 
-    FLYING = "flying"
+    IN_FLIGHT = "in_flight"
     UNSETTLED = "unsettled"
     """The pull has failed, and late bytes may still reach its slots: they stay unused."""
 
@@ -54,10 +54,10 @@ class PullPhase(Enum):
 PULL = Machine(
     "pull",
     {
-        (None, "started"): PullPhase.FLYING,
-        (PullPhase.FLYING, "done"): None,
-        (PullPhase.FLYING, "failed, settled"): None,
-        (PullPhase.FLYING, "failed"): PullPhase.UNSETTLED,
+        (None, "started"): PullPhase.IN_FLIGHT,
+        (PullPhase.IN_FLIGHT, "done"): None,
+        (PullPhase.IN_FLIGHT, "failed, settled"): None,
+        (PullPhase.IN_FLIGHT, "failed"): PullPhase.UNSETTLED,
         (PullPhase.UNSETTLED, "settled"): None,
     },
 )
@@ -84,7 +84,7 @@ class OfferState:
     wanted: deque[Wanted]
     phase: Phase = Phase.PULLING
     pulls: set[int] = field(default_factory=set)
-    """Its pulls that are FLYING."""
+    """Its pulls that are IN_FLIGHT."""
     arrived: list[tuple[int, Block]] = field(default_factory=list)
     """Staged slots whose bytes are in."""
     skipped: int = 0
@@ -101,4 +101,4 @@ class Pull:
     slots: tuple[int, ...]
     block_bytes: int
     grid: Grid
-    phase: PullPhase = PullPhase.FLYING
+    phase: PullPhase = PullPhase.IN_FLIGHT

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import batch_blocks
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.local import Confirm, Pulled
-from kvbm_common.wire.verbs import OFFER_BLOCKS_MAX, Offer
+from kvbm_common.wire.verbs import Offer
 
 from kvbm_host_tier.core.engines import Engine, Engines
 from kvbm_host_tier.core.held_blocks import HeldBlocks
@@ -27,6 +27,7 @@ from kvbm_host_tier.core.messages import (
     StartPull,
     ToEngine,
 )
+from kvbm_host_tier.core.offer_intake import blocks_of, refusal_of
 from kvbm_host_tier.core.offers import (
     OFFER,
     PULL,
@@ -37,15 +38,15 @@ from kvbm_host_tier.core.offers import (
     Wanted,
 )
 
-_OFFER_MOVES, _PULL_MOVES = OFFER.transitions, PULL.transitions  # Every offer makes four moves.
+_OFFER_MOVES, _PULL_MOVES = OFFER.transitions, PULL.transitions  # Each offer makes four.
 PULL_SHARE = 16
 """A pull of small blocks takes at most 1/16 of the arena, since it may evict as much."""
 ASKED_MAX = 4096
-"""Offers that are remembered: minutes of a busy host, while messages are seconds late at most."""
+"""Offers in `_asked_to_confirm`: minutes of a busy host, while late messages are seconds late."""
 
 
 class Offload:
-    """All offers of all engines. Pulls are shared out among the offers in turn."""
+    """All offers of all engines. Offers take turns: each starts one pull at a time."""
 
     def __init__(self, held: HeldBlocks, engines: Engines, means: Means) -> None:
         assert means.limits.transfers_max > 0
@@ -53,11 +54,11 @@ class Offload:
         self._engines = engines
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._offers: dict[tuple[EngineId, int], OfferState] = {}
-        self._turn: deque[OfferState] = deque()
+        self._queue: deque[OfferState] = deque()
         """Offers that still want blocks, next first."""
         self._pulls: dict[int, Pull] = {}
-        self._flying = 0
-        self._asked: dict[tuple[EngineId, int], None] = {}
+        self._in_flight = 0
+        self._asked_to_confirm: dict[tuple[EngineId, int], None] = {}
         """Offers whose engine was asked to confirm. A late duplicate is not pulled again: a late
         Confirm of the first pull would commit the second one, of blocks reused by then."""
         self._next_pull = 1
@@ -68,11 +69,11 @@ class Offload:
     @property
     def is_pulling(self) -> bool:
         """Tell whether a pull is in flight."""
-        return self._flying > 0
+        return self._in_flight > 0
 
     @property
     def unsettled_count(self) -> int:
-        """The slots that late bytes of failed pulls may still reach."""
+        """The number of slots that late bytes of failed pulls may still reach."""
         pulls = self._pulls.values()
         return sum(len(one.slots) for one in pulls if one.phase is PullPhase.UNSETTLED)
 
@@ -95,8 +96,8 @@ class Offload:
         move = (pull.phase, event)
         if move not in _PULL_MOVES:
             raise InvalidTransition(PULL.refusal(pull.phase, event, self._story(pull.offer)))
-        if pull.phase is PullPhase.FLYING:
-            self._flying -= 1
+        if pull.phase is PullPhase.IN_FLIGHT:
+            self._in_flight -= 1
             pull.offer.pulls.remove(number)
         to = _PULL_MOVES[move]
         if to is None:
@@ -117,8 +118,9 @@ class Offload:
         engine = self._engines.get(offer.engine, offer.incarnation)
         count = sum(len(run.hashes) for run in offer.runs)
         key = (EngineId(offer.engine, offer.incarnation), offer.offer)
-        refusal = self._refusal(engine, offer, count)
-        if key in self._offers or key in self._asked:
+        is_busy = len(self._offers) >= self._limits.offers_max
+        refusal = refusal_of(offer, engine, is_busy=is_busy, is_draining=self._held.draining)
+        if key in self._offers or key in self._asked_to_confirm:
             self._counts["dropped.offer_duplicate"] += 1
             return
         if refusal or engine is None:
@@ -129,11 +131,11 @@ class Offload:
             key=key,
             namespace=bytes.fromhex(offer.namespace),
             deadline_ms=now_ms + offer.deadline_ms,
-            wanted=deque(_wanted(offer)),
+            wanted=deque(blocks_of(offer)),
         )
         assert len(state.wanted) == count
         self._offers[key] = state
-        self._turn.append(state)
+        self._queue.append(state)
         self.advance(now_ms)
 
     def _refuse(
@@ -147,41 +149,23 @@ class Offload:
                 confirm=False,
             ))  # fmt: skip
         if refusal in ("busy", "draining", "incomplete_engine"):
-            names = (one.hash for one in _wanted(offer))
+            names = (one.hash for one in blocks_of(offer))
             self._held.not_stored(names, refusal, now_ms)
-
-    def _refusal(self, engine: Engine | None, offer: Offer, count: int) -> str:
-        if engine is None:
-            return "unknown_engine"
-        if count > OFFER_BLOCKS_MAX or any(len(r.hashes) != len(r.blocks) for r in offer.runs):
-            return "malformed"  # First: the other refusals name the blocks.
-        if not engine.complete:
-            return "incomplete_engine"
-        if bytes.fromhex(offer.namespace) not in engine.namespaces:
-            return "namespace"
-        if len(self._offers) >= self._limits.offers_max:
-            return "busy"
-        if self._held.draining:
-            return "draining"
-        block_count = engine.block_count
-        if any(block >= block_count for run in offer.runs for block in run.blocks):
-            return "block_id"
-        return ""
 
     # --- pulls ------------------------------------------------------------------------------
 
     def advance(self, now_ms: int) -> None:
         """Start as many pulls as may be in flight, one batch per offer in turn."""
-        assert self._flying >= 0
-        while self._turn and self._flying < self._limits.transfers_max:
-            state = self._turn.popleft()
+        assert self._in_flight >= 0
+        while self._queue and self._in_flight < self._limits.transfers_max:
+            state = self._queue.popleft()
             if state.phase is not Phase.PULLING:
                 continue
             self._start_pull(state, now_ms)
             if state.wanted:
-                self._turn.append(state)
+                self._queue.append(state)
             elif not state.pulls:
-                self._pulled(state, now_ms)
+                self._ask_confirm(state, now_ms)
 
     def _start_pull(self, state: OfferState, now_ms: int) -> None:
         engine = state.engine
@@ -213,18 +197,18 @@ class Offload:
     def _add_pull(self, pull: Pull) -> None:
         assert len(pull.wanted) == len(pull.slots)
         self._pulls[self._next_pull] = pull
-        self._flying += 1
+        self._in_flight += 1
         pull.offer.pulls.add(self._next_pull)
 
     def _next_batch(self, state: OfferState) -> list[Wanted]:
         """Take the next blocks of an offer that are neither here nor on their way."""
         batch: list[Wanted] = []
         names: set[SequenceHash] = set()
-        table, most, size = self._table, self._limits, state.engine.block_bytes
+        table, limits, size = self._table, self._limits, state.engine.block_bytes
         layout = table.pool.layout
         slot_bytes = -(-size // UNIT_BYTES) * UNIT_BYTES
         share = layout.slot_count * layout.slot_bytes // slot_bytes * size // PULL_SHARE
-        batch_max = batch_blocks(most.batch_blocks_max, min(most.batch_bytes, share), size)
+        batch_max = batch_blocks(limits.batch_blocks_max, min(limits.batch_bytes, share), size)
         while state.wanted and len(batch) < batch_max:
             wanted = state.wanted.popleft()
             name = wanted.hash
@@ -251,7 +235,7 @@ class Offload:
         self._counts[f"dropped.offer_{reason}"] += len(given_up)
 
     def pull_done(self, event: PullDone, now_ms: int) -> None:
-        """Take the bytes of a batch in."""
+        """Take in a batch whose bytes have all arrived; it is committed when confirmed."""
         pull = self._move_pull(event.pull, "done")
         state = pull.offer
         assert len(event.sums) == len(pull.slots), self._story(state)
@@ -289,13 +273,13 @@ class Offload:
 
     def _after_pull(self, state: OfferState, now_ms: int) -> None:
         if state.phase is Phase.DEAD:
-            self._bury(state)
+            self._abort_arrived(state)
         elif not state.pulls and not state.wanted:
-            self._pulled(state, now_ms)
+            self._ask_confirm(state, now_ms)
         self.advance(now_ms)
 
-    def _pulled(self, state: OfferState, now_ms: int) -> None:
-        """Free the engine's blocks, and ask the engine whether it had held them until now."""
+    def _ask_confirm(self, state: OfferState, now_ms: int) -> None:
+        """Tell the engine that its blocks are free, and ask whether it had held them until now."""
         assert not state.pulls, self._story(state)
         assert not state.wanted, self._story(state)
         confirm = bool(state.arrived)
@@ -306,9 +290,9 @@ class Offload:
         if not confirm:
             self._move(state, "nothing pulled")
             return
-        self._asked[state.key] = None
-        if len(self._asked) > ASKED_MAX:
-            del self._asked[next(iter(self._asked))]
+        self._asked_to_confirm[state.key] = None
+        if len(self._asked_to_confirm) > ASKED_MAX:
+            del self._asked_to_confirm[next(iter(self._asked_to_confirm))]
         self._move(state, "pulled")
         state.deadline_ms = now_ms + self._limits.confirm_ms
 
@@ -339,7 +323,7 @@ class Offload:
         self.advance(now_ms)
 
     def end_engine(self, engine_id: EngineId, now_ms: int) -> None:
-        """Drop the offers of an engine that has left, with the memory that they are in."""
+        """Drop the offers of an engine that has left: so has the memory of their blocks."""
         assert engine_id.engine
         for state in list(self._offers.values()):
             if state.engine.id == engine_id and state.phase is not Phase.DEAD:
@@ -353,9 +337,9 @@ class Offload:
         self._move(state, "dropped")
         state.reason = reason
         state.wanted.clear()
-        self._bury(state)
+        self._abort_arrived(state)
 
-    def _bury(self, state: OfferState) -> None:
+    def _abort_arrived(self, state: OfferState) -> None:
         """Give back the slots of a dead offer whose bytes are in; the last pull ends the offer."""
         assert not state.wanted, self._story(state)
         self._counts[f"dropped.offer_{state.reason}"] += len(state.arrived)
@@ -379,22 +363,11 @@ class Offload:
 
     def check(self) -> None:
         """Assert every invariant of the offers."""
-        flying = {n for n, pull in self._pulls.items() if pull.phase is PullPhase.FLYING}
-        assert len(flying) == self._flying <= self._limits.transfers_max
+        in_flight = {n for n, pull in self._pulls.items() if pull.phase is PullPhase.IN_FLIGHT}
+        assert len(in_flight) == self._in_flight <= self._limits.transfers_max
         for state in self._offers.values():
             story = self._story(state)
-            assert state.pulls <= flying, story
+            assert state.pulls <= in_flight, story
             is_confirming, is_dead = state.phase is Phase.CONFIRMING, state.phase is Phase.DEAD
             assert not is_confirming or (state.arrived and not state.pulls), story
             assert not is_dead or (state.pulls and not state.arrived), story
-
-
-def _wanted(offer: Offer) -> list[Wanted]:
-    """Return the blocks of an offer with their parents; raises IdentityError."""
-    wanted: list[Wanted] = []
-    for run in offer.runs:
-        parent = hash_from_hex(run.parent)
-        for name, block in zip(hashes_from_hex(run.hashes), run.blocks, strict=True):
-            wanted.append(Wanted(name, parent, block))
-            parent = name
-    return wanted

@@ -33,7 +33,7 @@ from kvbm_host_tier.core.open_lookup import LOOKUP, LookupState, Medium, OpenLoo
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
 from kvbm_host_tier.core.presence import Presence
-from kvbm_host_tier.core.waiting import Waiting
+from kvbm_host_tier.core.waiting_lookups import WaitingLookups
 
 
 class Onboard:
@@ -41,7 +41,7 @@ class Onboard:
 
     def __init__(
         self, held: HeldBlocks, below: LowerTiers, fills: Fills, peers: Peers, answers: Answers,
-        waiting: Waiting, cost: LoadCost, means: Means,
+        waiting: WaitingLookups, cost: LoadCost, means: Means,
     ) -> None:  # fmt: skip
         assert means.limits.lookups_max >= 0
         self._held, self._table = held, held.table
@@ -173,7 +173,7 @@ class Onboard:
                 table.pin(slot, used=True)
             elif (
                 below.usable(name, now_ms, own)
-                or (name in remote and not self._peers.avoided(name, now_ms))
+                or (name in remote and not self._peers.came_wrong(name, now_ms))
             ) and not table.is_staging(name):
                 fills.append(name)
             elif name not in self._waiting:

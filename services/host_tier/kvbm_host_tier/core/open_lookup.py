@@ -24,7 +24,7 @@ from kvbm_host_tier.core.known_runs import Run
 from kvbm_host_tier.core.messages import EngineId
 
 Medium = WireTier | Literal["remote"]
-"""Where blocks come from that were not here."""
+"""A medium from which blocks come that were not here."""
 
 
 class LookupState(Enum):
@@ -88,14 +88,15 @@ class OpenLookup:
     """The request of an operator's prefetch, or HINTED: a prefetch leaves no block pinned."""
     block_bytes: int = 0
     plan: GroupPlan | None = None
-    """What `hashes` was chosen from, in a lookup over several KV groups."""
+    """The plan that chose `hashes`, in a lookup over several KV groups; None: there is one
+    group."""
     namespaces: frozenset[bytes] = frozenset()
     """The engine's, which gets blocks of these alone; empty for an operator's prefetch."""
     fallback: list[int] = field(default_factory=list)
     """Slots of a shorter hit, whose blocks are all here, pinned until the answer: else room for the
     plan's fills, or a cut of its run, could cost that hit."""
     known: Run = field(default_factory=Run)
-    """What was known of the first blocks when the lookup came; empty with a plan."""
+    """The remembered run of the first blocks when the lookup came; empty with a plan."""
     blocks: list[Block] = field(default_factory=list)
     """The blocks in the first of `slots`, as far as their namespaces have been compared."""
 
@@ -161,7 +162,7 @@ class OpenLookup:
 
     @property
     def why_short(self) -> str:
-        """Why less was found than was asked for; empty: all was found."""
+        """The reason why less was found than was asked for; empty: all was found."""
         if self.plan is not None:
             return (self.reason or "not_stored") if self.plan.is_short else ""
         return self.reason if self.run_blocks < len(self.hashes) else ""

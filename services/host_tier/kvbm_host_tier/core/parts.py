@@ -20,6 +20,7 @@ from kvbm_host_tier.core.arena import Arena, ArenaLeases
 from kvbm_host_tier.core.engines import Engines
 from kvbm_host_tier.core.explain import Explain
 from kvbm_host_tier.core.fills import Fills
+from kvbm_host_tier.core.filtered_lookups import FilteredLookups
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means
@@ -36,8 +37,7 @@ from kvbm_host_tier.core.placement import Placement
 from kvbm_host_tier.core.scrub import Scrubber
 from kvbm_host_tier.core.session_hints import SessionHints
 from kvbm_host_tier.core.shard_map import Sharding
-from kvbm_host_tier.core.told_misses import ToldMisses
-from kvbm_host_tier.core.waiting import Waiting
+from kvbm_host_tier.core.waiting_lookups import WaitingLookups
 
 
 class Parts:
@@ -65,20 +65,22 @@ class Parts:
         )
         self.arena = arena = Arena(info, held.table, lay_out=held.lay_out, means=means)
         self.leases = ArenaLeases(held.table, means, epoch=epoch)
-        held.unpin_ended = self.leases.settle
+        held.unpin_ended, held.let_go = self.leases.settle, self.leases.let_go
         self.reasons = MissReasons(held.table, held.departures, former, below)
         self.explain = Explain(self.reasons, below, means)
         self.answers = Answers(
             held.table, self.leases.leases, held.departures, epoch=epoch, known=held.known,
             answered=self.explain.fresh.append, means=means,
         )  # fmt: skip
-        self.told_misses = ToldMisses(self.answers, keep=self.explain.fresh.append, means=means)
+        self.filtered_lookups = FilteredLookups(
+            self.answers, keep=self.explain.fresh.append, means=means
+        )
         self.engines = Engines(arena, announcer, findable, means)
         self.offload = Offload(held, self.engines, means)
         self.load_times = times = LoadTimes()
         self.fills = Fills(held, below, times, means, epoch=epoch)
         self.peers = Peers(PeerId(announcer.host, instance), held, arena, times, means)
-        self.waiting = waiting = Waiting(findable)
+        self.waiting = waiting = WaitingLookups(findable)
         cost = LoadCost(held.table, below, waiting, times, means)
         self.onboard = Onboard(
             held, below, self.fills, self.peers, self.answers, waiting, cost, means

@@ -20,8 +20,8 @@ from kvbm_host_tier.core.load_times import Loading
 from kvbm_host_tier.core.peer_messages import PeerId, PulledBlock
 
 AHEAD_MS = 1
-"""How much later a pull has its turn for each block of its run before it, as with fills from disk:
-the front of a short run overtakes the tail of a long one, and no tail waits without end."""
+"""The delay of a pull for each block of its run before it, in milliseconds, as with fills from
+disk. The front of a short run overtakes the tail of a long one, and no tail waits without end."""
 TAKEN_MAX = 256
 """Pulls that are given up in the queue in one step."""
 
@@ -30,7 +30,7 @@ class PeerPullState(Enum):
     """The states of a pull."""
 
     QUEUED = "queued"
-    FLYING = "flying"
+    IN_FLIGHT = "in_flight"
     SETTLED = "settled"
     """The read is known to have settled, and not yet known to have failed."""
     UNSETTLED = "unsettled"
@@ -43,12 +43,12 @@ PEER_PULL = Machine(
     "peer pull",
     {
         (None, "queued"): PeerPullState.QUEUED,
-        (PeerPullState.QUEUED, "started"): PeerPullState.FLYING,
+        (PeerPullState.QUEUED, "started"): PeerPullState.IN_FLIGHT,
         (PeerPullState.QUEUED, "given up"): None,
-        (PeerPullState.FLYING, "pulled"): None,
-        (PeerPullState.FLYING, "failed, settled"): None,
-        (PeerPullState.FLYING, "failed"): PeerPullState.UNSETTLED,
-        (PeerPullState.FLYING, "settled"): PeerPullState.SETTLED,
+        (PeerPullState.IN_FLIGHT, "pulled"): None,
+        (PeerPullState.IN_FLIGHT, "failed, settled"): None,
+        (PeerPullState.IN_FLIGHT, "failed"): PeerPullState.UNSETTLED,
+        (PeerPullState.IN_FLIGHT, "settled"): PeerPullState.SETTLED,
         (PeerPullState.SETTLED, "failed, settled"): None,
         (PeerPullState.UNSETTLED, "settled"): None,
     },
@@ -64,7 +64,7 @@ class PeerPull:
     slots: tuple[int, ...]
     slot_bytes: int
     until_ms: int
-    """While it is QUEUED: when its lookup is answered. Then: when it has to have come."""
+    """The deadline: of its lookup's answer while it is QUEUED, of its own arrival afterwards."""
     loading: Loading
     trace: str = ""
     state: PeerPullState = PeerPullState.QUEUED
@@ -103,7 +103,7 @@ class PullQueue:
 
 
 def verdict(name: SequenceHash, came: PulledBlock | None, slot_bytes: int) -> Block | str:
-    """Return the block that has come into a slot, or why none has."""
+    """Return the block that has come into a slot, or the reason why none has."""
     if came is None:
         return "gone"
     leased = came.leased

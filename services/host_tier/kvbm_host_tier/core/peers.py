@@ -41,17 +41,18 @@ from kvbm_host_tier.core.peer_pulls import PEER_PULL, PeerPull, PeerPullState, P
 QUESTIONS_MAX = 64
 """Open questions to the index: one that is further behind would answer too late."""
 QUESTION_BLOCKS_MAX = 4_096
-"""Blocks of one question, 150 KB of JSON; the next question asks for those behind them."""
+"""Blocks of one question, 150 KB of JSON; the next question asks for those after them."""
 QUESTION_MS = 250
 """Deadline of a question: the index answers in a millisecond, and the engine waits meanwhile."""
 AVOID_MS = 30_000
-"""How long a block is not asked for after it came with wrong bytes."""
+"""The time for which a block is not asked for after it came with wrong bytes, in milliseconds."""
 AVOID_MAX = 65_536
 NOT_THE_PEERS_FAULT = ("gone", "bus_unavailable", "reader_closed", "stale_epoch")
 """Reasons of pulls that a peer is not bypassed for. A peer whose reader is closed is, though it may
 only be starting: others have the same blocks. It is tried again after the breaker's pause, two
 seconds at first, a minute at most."""
-_IN_FLIGHT = (PeerPullState.FLYING, PeerPullState.SETTLED)
+COUNTED = (PeerPullState.IN_FLIGHT, PeerPullState.SETTLED)
+"""States of the pulls that count against `peer_pulls_max`."""
 
 Outcome = tuple[SequenceHash, int, Block | str]
 """A block, its slot, and the block as it was committed, or the reason why it did not come."""
@@ -88,8 +89,8 @@ class Peers:
         self._next_id = 1
         self._pulls: dict[int, PeerPull] = {}
         self._queue = PullQueue()
-        self._flying = 0
-        """The pulls that are FLYING or SETTLED."""
+        self._counted_pulls = 0
+        """The number of pulls in one of the states `COUNTED`."""
         self._wrong = FailedBlocks(AVOID_MAX)
         """Blocks that came with wrong bytes a short while ago."""
         self._is_reader_open = False
@@ -100,12 +101,12 @@ class Peers:
     @property
     def is_pulling(self) -> bool:
         """Tell whether a pull is in flight."""
-        return self._flying > 0
+        return self._counted_pulls > 0
 
     @property
     def is_settled(self) -> bool:
         """Tell whether no question and no pull is under way."""
-        assert self._flying <= len(self._pulls), f"{self._flying} of {len(self._pulls)} fly"
+        assert self._counted_pulls <= len(self._pulls), f"{self._counted_pulls} pulls"
         return not self._questions and not self._pulls
 
     @property
@@ -117,14 +118,14 @@ class Peers:
         """Move a pull by its table; a pull whose states are over is forgotten."""
         pull = self._pulls[number]
         story = f"pull {number} from {pull.peer}"
-        was_flying = pull.state in _IN_FLIGHT
+        was_counted = pull.state in COUNTED
         if PEER_PULL.ends(pull.state, event):
             del self._pulls[number]
-            self._flying -= was_flying
+            self._counted_pulls -= was_counted
         else:
             pull.state = PEER_PULL.next(pull.state, event, story)
-            self._flying += (pull.state in _IN_FLIGHT) - was_flying
-        assert self._flying >= 0, f"{story}: {self._flying} pulls fly"
+            self._counted_pulls += (pull.state in COUNTED) - was_counted
+        assert self._counted_pulls >= 0, f"{story}: {self._counted_pulls} pulls"
         return pull
 
     # --- peers ------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class Peers:
         Returns the question's number, 0 where no question was sent.
         """
         useful = self._breakers and names and self._limits.peer_pulls_max
-        if not useful or self._wrong.avoids(names[0], now_ms):
+        if not useful or self._wrong.is_failed(names[0], now_ms):
             return 0
         if len(self._questions) >= QUESTIONS_MAX or not self._index.allows(now_ms):
             self._counts["dropped.peer_question"] += 1
@@ -214,7 +215,7 @@ class Peers:
     def drop_unwanted(self, now_ms: int, is_awaited: IsAwaited) -> list[Outcome]:
         """Give up the queued pulls that no lookup waits for any more."""
         over = self._queue.take(lambda number: self._is_over(number, now_ms, is_awaited))
-        assert self._flying <= len(self._pulls), f"{self._flying} of {len(self._pulls)} fly"
+        assert self._counted_pulls <= len(self._pulls), f"{self._counted_pulls} pulls"
         return [one for number in over for one in self._give_up_queued(number, now_ms)]
 
     def _is_over(self, number: int, now_ms: int, is_awaited: IsAwaited) -> bool:
@@ -230,9 +231,9 @@ class Peers:
     def advance(self, now_ms: int, is_awaited: IsAwaited) -> list[Outcome]:
         """Start as many pulls as may be in flight, each with a deadline from now on; returns what
         is given up in the queue."""
-        assert len(self._queue) + self._flying <= len(self._pulls), f"{len(self._queue)} wait"
+        assert len(self._queue) + self._counted_pulls <= len(self._pulls), "an unknown pull"
         outcomes: list[Outcome] = []
-        while self._queue and self._flying < self._limits.peer_pulls_max:
+        while self._queue and self._counted_pulls < self._limits.peer_pulls_max:
             number = self._queue.pop()
             batch = self._pulls[number]
             breaker = self._breakers.get(batch.peer)
@@ -254,7 +255,7 @@ class Peers:
                 )
             )  # fmt: skip
         most = self._limits.peer_pulls_max
-        assert self._flying <= most, f"{self._flying} pulls of {most} are in flight"
+        assert self._counted_pulls <= most, f"{self._counted_pulls} pulls of {most} are in flight"
         return outcomes
 
     def pulled(self, event: PeerPulled, now_ms: int) -> list[Outcome]:
@@ -332,9 +333,9 @@ class Peers:
 
     # --- figures and checks -----------------------------------------------------------------
 
-    def avoided(self, name: SequenceHash, now_ms: int) -> bool:
+    def came_wrong(self, name: SequenceHash, now_ms: int) -> bool:
         """Tell whether this block has come with wrong bytes a short while ago."""
-        return self._wrong.avoids(name, now_ms)
+        return self._wrong.is_failed(name, now_ms)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics."""
@@ -356,8 +357,8 @@ class Peers:
 
     def check(self) -> None:
         """Assert every invariant of the pulls."""
-        flying = [one for one in self._pulls.values() if one.state in _IN_FLIGHT]
-        assert len(flying) == self._flying <= self._limits.peer_pulls_max
+        counted = [one for one in self._pulls.values() if one.state in COUNTED]
+        assert len(counted) == self._counted_pulls <= self._limits.peer_pulls_max
         assert len(self._of_state(PeerPullState.QUEUED)) == len(self._queue)
         assert len(self._questions) <= QUESTIONS_MAX
         slots = [slot for batch in self._pulls.values() for slot in batch.slots]

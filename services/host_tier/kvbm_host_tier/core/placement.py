@@ -30,7 +30,8 @@ from kvbm_host_tier.core.shard_map import (
 )
 
 LEAVE_MS = 1_000
-"""How long engines may finish when this process is to end; it has a few seconds in all."""
+"""The time that engines have to finish when this process is to end, in milliseconds. The process
+has a few seconds in all."""
 
 
 class Stay(Enum):
@@ -75,7 +76,7 @@ class Placement:
 
     @property
     def takes(self) -> bool:
-        """Whether other instances should give engines to this one."""
+        """Tell whether other instances should give engines to this one."""
         return self._stay is Stay.SERVING and not self._is_draining()
 
     def _move(self, event: str) -> None:

@@ -15,7 +15,7 @@ from kvbm_common.tier.slots import SlotTable
 
 from kvbm_host_tier.core.lower_tier_view import Namespaces
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.waiting import Waiting
+from kvbm_host_tier.core.waiting_lookups import WaitingLookups
 
 # Compared in C: a long prompt has thousands of blocks.
 _NAMESPACE = attrgetter("namespace")
@@ -52,7 +52,7 @@ class Available:
 class Presence:
     """The places of the blocks that lookups may have."""
 
-    def __init__(self, table: SlotTable, below: LowerTiers, waiting: Waiting) -> None:
+    def __init__(self, table: SlotTable, below: LowerTiers, waiting: WaitingLookups) -> None:
         self._table, self._below, self._waiting = table, below, waiting
 
     def run_of(self, names: Sequence[SequenceHash], own: Namespaces, now_ms: int) -> int:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block
@@ -26,7 +26,7 @@ from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFailed, ScrubFound, ScrubSlots
 
 BATCH_BYTES = 8 * 1024 * 1024
-"""About 2 ms of reading from cold memory: no request waits for long behind it."""
+"""About 2 ms of reading from cold memory: no request waits long for its end."""
 BATCH_BLOCKS_MAX = 256
 SCAN_MAX = 1_024
 """Slots that one step looks at: some 0.2 ms."""
@@ -37,8 +37,7 @@ EMPTY_MS = 250
 FAILED_MS = 60_000
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """A block whose bytes are being read, and what tells that they are still its own."""
 
     name: SequenceHash
@@ -92,14 +91,14 @@ class Scrubber:
         self._next_slot = 0
         self._due_ms = 0
         self._rests = False
-        """Whether the next look has time: there was no idle block, or the round has ended."""
+        """True if the next look has time: there was no idle block, or the round has ended."""
 
     def _move(self, event: str) -> None:
         self._state = SCRUB.next(self._state, event)
 
     @property
     def is_resting(self) -> bool:
-        """Whether no tick need come soon for the scrubber's sake."""
+        """Tell whether the scrubber can wait for the next slow tick."""
         assert not self._reading or self._state is ScrubState.READING, f"{self._state.value}"
         return not self._cpu_percent or self._rests
 

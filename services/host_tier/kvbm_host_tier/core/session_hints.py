@@ -20,7 +20,8 @@ from kvbm_host_tier.core.session_pins import SessionKey
 from kvbm_host_tier.core.well_formed import require_chain
 
 PREFETCH_MS = 10_000
-"""How long a prefetch waits for blocks; blocks that come later stay as well."""
+"""The time for which a prefetch waits for blocks, in milliseconds. Blocks that come later stay as
+well."""
 
 
 class SessionHints:
@@ -51,7 +52,7 @@ class SessionHints:
             case "pin":
                 self._pin(key, names, engine, min(hint.ttl_ms, HINT_TTL_MS_MAX), now_ms)
             case "demote":
-                self._demote(key, names, engine)
+                self._demote(key, names, engine, now_ms)
             case "prefetch":
                 if session is None:
                     self._pins.learn(key, names, engine.namespaces)
@@ -68,12 +69,16 @@ class SessionHints:
         else:
             self._pins.learn(key, names, engine.namespaces)
 
-    def _demote(self, key: SessionKey, names: list[SequenceHash], engine: Engine) -> None:
-        """Let the blocks that no other session has leave first."""
+    def _demote(
+        self, key: SessionKey, names: list[SequenceHash], engine: Engine, now_ms: int
+    ) -> None:
+        """Let the blocks that no other session has leave first, now or when they come."""
         self._pins.learn(key, names, engine.namespaces)
-        own = [name for name in names if self._is_here(name) and not self._is_others(name, engine)]
-        free = [name for name in own if not self._pins.is_shared(name)]
-        self._counts["hint_blocks_demoted"] += self._held.demote(free)
+        here = [name for name in names if self._held.table.holds(name)]
+        self._held.demote([name for name in here if not self._is_others(name, engine)])
+        # The last blocks of a request are offered after its hints.
+        late = [name for name in names if not self._held.table.holds(name)]
+        self._held.late.add(late, engine.namespaces, now_ms)
 
     def _prefetch(self, names: list[SequenceHash], engine: Engine, now_ms: int) -> None:
         """Bring a session's blocks here, up to the first that is not its engine's."""
@@ -88,9 +93,6 @@ class SessionHints:
         self._onboard.prefetch(
             HINTED, own, now_ms, deadline_ms=PREFETCH_MS, namespaces=engine.namespaces
         )
-
-    def _is_here(self, name: SequenceHash) -> bool:
-        return self._held.table.find(name) is not None
 
     def _is_others(self, name: SequenceHash, engine: Engine) -> bool:
         slot = self._held.table.find(name)

@@ -33,8 +33,8 @@ NAMES_MAX = 262_144
 """Names of blocks that are remembered for all sessions together."""
 
 YieldReason = Literal["newer", "share", "room"]
-"""Why pins end before their time: the bound is full and a newer session pins, the bound has become
-smaller, or a block finds no room."""
+"""The reason why pins end before their time. The bound is full and a newer session pins, the bound
+has become smaller, or a block finds no room."""
 
 SessionKey = tuple[bytes, str]
 """Namespace and name: sessions of two tenants never meet, since their namespaces differ."""

@@ -107,7 +107,7 @@ class MemberJoined:
     """Empty: it serves no engine yet."""
     takes: bool
     is_new: bool
-    """Whether there was no entry before."""
+    """True if the registry had no entry of this member before."""
 
 
 @dataclass(frozen=True, slots=True)

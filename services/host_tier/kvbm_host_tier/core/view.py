@@ -46,7 +46,7 @@ class HostTierView:
 
     @property
     def layout(self) -> Layout | None:
-        """How the arena is cut; None: it is not cut yet."""
+        """The layout of the arena's slots; None: it is not cut yet."""
         return self._parts.arena.layout
 
     def arena_reply(self) -> ArenaReply:
@@ -66,7 +66,8 @@ class HostTierView:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether ticks may come seldom: nothing is on its way. Leases may end a little late."""
+        """Tell whether ticks may come seldom: nothing is under way. Leases may end a little
+        late."""
         parts = self._parts
         work = (len(parts.offload), len(parts.onboard), len(parts.fills))
         settled = parts.explain.is_settled and parts.peers.is_settled
@@ -155,6 +156,11 @@ class HostTierView:
 
     # --- figures ----------------------------------------------------------------------------
 
+    @property
+    def waiting_count(self) -> int:
+        """The lookups that wait for blocks."""
+        return len(self._parts.onboard)
+
     def statistics(self, now_ms: int) -> StatsReply:
         """Return the figures for metrics and admin API."""
         held, layout = self._parts.held, self._parts.arena.layout
@@ -203,7 +209,7 @@ class HostTierView:
         figures["guests"] = float(len(self._parts.held.guests))
         figures["offers"] = float(len(self._parts.offload))
         figures["explained_requests"] = float(len(self._parts.explain.kept))
-        figures["lookups_waiting"] = float(len(self._parts.onboard))
+        figures["lookups_waiting"] = float(self.waiting_count)
         for medium, view in self._parts.below.views.items():
             figures[f"known_on_{medium}"] = float(len(view))
         assert all(value >= 0 for value in figures.values())

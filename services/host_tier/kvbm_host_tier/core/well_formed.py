@@ -1,12 +1,12 @@
-"""Checks of an engine's or operator's list of blocks, before anything is looked up."""
+"""Well-formed lists of blocks: what engines and operators send, checked before any lookup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvbm_common.identity import IdentityError, SequenceHash
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from kvbm_common.wire.local import Lookup
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
 from kvbm_host_tier.core.known_runs import Run
 

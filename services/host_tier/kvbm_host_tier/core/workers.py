@@ -77,7 +77,7 @@ class Worker:
 
     @property
     def is_pulled(self) -> bool:
-        """Whether blocks are pulled from this rank, not from one that holds the same."""
+        """Tell whether blocks are pulled from this rank, not from one that holds the same."""
         return self.share.replica == 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import zmq.asyncio
 from kvbm_common.access.curve import CurveServer
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.runtime.processes import LockTaken, take_lock
+from kvbm_common.runtime.processes import LockTaken, remove_own, take_lock
 from kvbm_common.wire.codec import SOCKET_BYTES_MAX, WireError
 from kvbm_common.wire.local import FromHostTier, Refused, ToHostTier, from_host_tier, to_host_tier
 
@@ -70,8 +71,8 @@ class EngineSocket:
         self.own = own_endpoint(endpoint, instance)
         self._lock: TextIO | None = None
         self._is_front = False
-        self._files: dict[Path, int] = {}
-        """The sockets that we have made: path → inode."""
+        self._files: dict[Path, os.stat_result] = {}
+        """The sockets that we have made: path → what the file was then."""
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -95,14 +96,13 @@ class EngineSocket:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for path, status in self._files.items():
+            with contextlib.suppress(OSError):
+                remove_own(path, status)  # Another life may have taken the place already.
         self._socket.close()
         self._curve.close()
         self._context.term()
-        for path, inode in self._files.items():
-            with contextlib.suppress(OSError):
-                if path.stat().st_ino == inode:  # Another life may have taken the place already.
-                    path.unlink()
-        self._unlock()
+        self._unlock(removes=True)
 
     @property
     def listens_at(self) -> str:
@@ -129,8 +129,12 @@ class EngineSocket:
         self._is_front = True
         return True
 
-    def _unlock(self) -> None:
+    def _unlock(self, *, removes: bool = False) -> None:
+        """Let another process have the front; the file goes first, while it is ours."""
         if self._lock is not None:
+            if removes:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._lock.name)
             self._lock.close()
             self._lock = None
 
@@ -139,7 +143,7 @@ class EngineSocket:
         self._socket.bind(endpoint)
         if endpoint.startswith(IPC):
             path = Path(endpoint.removeprefix(IPC))
-            self._files[path] = path.stat().st_ino
+            self._files[path] = path.stat()
         self._read_soon()
 
     async def run(

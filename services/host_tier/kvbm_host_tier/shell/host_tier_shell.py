@@ -5,30 +5,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import assert_never
 
 import msgspec
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.identity import HASH_BYTES
 from kvbm_common.nats.event_publisher import EventPublisher
-from kvbm_common.nats.snapshots import SnapshotPages
 from kvbm_common.registry.records import Changed, Joined, Left, RegistryEvent
 from kvbm_common.runtime import logs
 from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
 from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
-from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.tracing import Tracer, tracer_of
-from kvbm_common.wire.admin import PrefetchRequest, TierRequest
-from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.events import Event, Removed
 from kvbm_common.wire.local import Found, Lookup, ToHostTier
 from kvbm_common.wire.verbs import (
-    ArenaRequest,
-    DoorReply,
-    DoorRequest,
-    LeaseRequest,
-    ReleaseRequest,
     StatsReply,
     hits_codec,
     hits_subject,
@@ -40,7 +32,6 @@ from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.filter_messages import MakeFilter, NamesChanged, SwitchFilter, UseFilter
 from kvbm_host_tier.core.lower_tiers import tier_of
 from kvbm_host_tier.core.messages import (
-    AdminAsked,
     Answer,
     ArenaInfo,
     ArenaMade,
@@ -53,13 +44,11 @@ from kvbm_host_tier.core.messages import (
     Effect,
     FromEngine,
     Input,
-    LeaseAsked,
     LowerTierJoined,
     LowerTierLeft,
     MakeArena,
     OfferReceived,
     Publish,
-    ReleaseAsked,
     StartPull,
     TellHits,
     Tick,
@@ -82,30 +71,20 @@ from kvbm_host_tier.shell.figures import figures_of
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
 from kvbm_host_tier.shell.miss_filter_writer import MissFilterWriter
 from kvbm_host_tier.shell.peer_client import PeerClient
-from kvbm_host_tier.shell.peer_reader import DoorClosed, PeerReader, peer_devices
+from kvbm_host_tier.shell.peer_reader import PeerReader, peer_devices
 from kvbm_host_tier.shell.puller import BLOCKS_SETTING, Puller
 from kvbm_host_tier.shell.scrub_reader import ScrubReader
 from kvbm_host_tier.shell.siblings import Siblings
 from kvbm_host_tier.shell.spans import OnboardSpans
+from kvbm_host_tier.shell.verbs import HostTierVerbs
 
 INBOX_MAX = 10_000
 """Inputs that wait for the core: a second of a very busy host."""
 TICK_MS = 50
-VERB_DEADLINE_S = 5.0
 READ_MS_MAX = 600_000
 """The longest lease for which the arena stands ready to be read over TCP."""
 
 log = logging.getLogger(__name__)
-_arena_request: JsonCodec[ArenaRequest] = JsonCodec(ArenaRequest)
-_door_request: JsonCodec[DoorRequest] = JsonCodec(DoorRequest)
-_lease_request: JsonCodec[LeaseRequest] = JsonCodec(LeaseRequest)
-_release_request: JsonCodec[ReleaseRequest] = JsonCodec(ReleaseRequest)
-
-
-class OneSizeOnly(KvbmError):
-    """The asker is of a release whose arenas have slots of one size."""
-
-    code = "one_size"
 
 
 class HostTierShell:
@@ -116,7 +95,6 @@ class HostTierShell:
     ) -> None:
         self._context = context
         self._core = core
-        self._snapshots = SnapshotPages(lambda _: core.view.snapshot_pages())
         self._puller = puller
         self._lease_ms = context.settings.lease_ms
         """The longest lease that an engine has asked for: so long it may read."""
@@ -127,7 +105,7 @@ class HostTierShell:
         self._tracer: Tracer = tracer_of(context.settings, context.kind)
         self._spans = OnboardSpans(self._tracer)
         self._scrubber = ScrubReader()
-        self._roster = CommittedTableWriter(core.view, context.counters)
+        self._committed_table = CommittedTableWriter(core.view, context.counters)
         self._filter = MissFilterWriter(core.view, context.host, context.source)
         devices = peer_devices(context.settings, context.bus.access)
         self._peer_reader = PeerReader(f"{context.source}-door", devices=devices)
@@ -151,6 +129,9 @@ class HostTierShell:
             is_quiet=lambda: core.view.is_quiet,
             settle=core.settle,
         )
+        self._verbs = HostTierVerbs(
+            core.view, self._loop, self._answers, self._spans, self._peer_reader
+        )
         self._siblings = Siblings(context, engines, core.view, self._loop.complete)
 
     async def run(self) -> None:
@@ -158,7 +139,7 @@ class HostTierShell:
         try:
             await self._run()
         finally:
-            self._roster.close()
+            self._committed_table.close()
             self._filter.close()
             await asyncio.to_thread(self._scrubber.close)
             await asyncio.to_thread(self._tracer.close)
@@ -207,13 +188,9 @@ class HostTierShell:
         await context.bus.subscribe(offers_subject(context.host), self._offer)
         await context.add_verbs(
             {
-                "arena": self._arena,
-                "door": self._open_door,
-                "lease": self._lease,
-                "release": self._release,
-                "snapshot": self._snapshot,
+                **self._verbs.handlers(),
                 **explain_verbs(self._core.view),
-                **tier_verbs(context.kind, self._admin, context.audit),
+                **tier_verbs(context.kind, self._verbs.admin, context.audit),
             }
         )
 
@@ -265,48 +242,6 @@ class HostTierShell:
                 self._loop.complete(LowerTierLeft(instance, tier, record.epoch))
             case _:
                 assert_never(event)
-
-    # --- verbs ------------------------------------------------------------------------------
-
-    async def _arena(self, payload: bytes) -> bytes:
-        _require_any_size(_arena_request.decode(payload or b"{}"))
-        return msgspec.json.encode(self._core.view.arena_reply())
-
-    async def _open_door(self, payload: bytes) -> bytes:
-        _require_any_size(_door_request.decode(payload or b"{}"))
-        opened, arena = self._peer_reader.opened, self._core.view.arena_reply()
-        if opened is None or not arena.slot_bytes:
-            raise DoorClosed("the peer reader is not running")
-        reply = DoorReply(
-            epoch=arena.epoch,
-            slot_bytes=arena.slot_bytes,
-            slot_count=arena.slot_count,
-            address=opened.address,
-            agent=opened.agent,
-        )
-        return msgspec.json.encode(reply)
-
-    async def _snapshot(self, payload: bytes) -> bytes:
-        return self._snapshots.answer(payload)
-
-    async def _lease(self, payload: bytes) -> bytes:
-        request = _lease_request.decode(payload)
-        return await self._spans.lease(
-            request, self._ask_core(lambda reply_to: LeaseAsked(reply_to, request))
-        )
-
-    async def _release(self, payload: bytes) -> bytes:
-        request = _release_request.decode(payload)
-        return await self._ask_core(lambda reply_to: ReleaseAsked(reply_to, request))
-
-    async def _admin(self, verb: str, request: TierRequest | PrefetchRequest) -> bytes:
-        return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))
-
-    async def _ask_core(self, make: Callable[[int], Input]) -> bytes:
-        return await self._answers.ask(
-            lambda reply_to: self._loop.offer(make(reply_to), deadline_s=VERB_DEADLINE_S),
-            deadline_s=VERB_DEADLINE_S,
-        )
 
     # --- effects ----------------------------------------------------------------------------
 
@@ -383,17 +318,8 @@ class HostTierShell:
     def _publish(self, event: Event) -> None:
         if isinstance(event, Removed) and event.reason == "corrupt":
             logs.corrupt(log, event.hashes)
-        self._roster.follow(event)
+        self._committed_table.follow(event)
         self._publisher.publish_event(event)
-
-
-def _require_any_size(request: ArenaRequest | DoorRequest) -> None:
-    """Raise OneSizeOnly for an asker that would look for blocks in wrong places."""
-    if not request.any_size:
-        raise OneSizeOnly(
-            "the slots of this arena have several sizes, and the asker is of a release that knows "
-            "one: upgrade it"
-        )
 
 
 def _where(arena: ArenaInfo) -> str:

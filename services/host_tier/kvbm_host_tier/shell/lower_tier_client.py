@@ -19,7 +19,7 @@ from kvbm_common.nats.snapshots import ask_pages
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Counter
-from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.epochs import require_epoch
 from kvbm_common.wire.events import SUBJECT_PREFIX, Tier
@@ -45,7 +45,7 @@ from kvbm_host_tier.core.messages import (
 )
 
 FILL_MARGIN_S = 0.5
-"""How long after a fill's deadline its answer may still arrive."""
+"""The time after a fill's deadline in which its answer may still arrive, in seconds."""
 SNAPSHOT_DEADLINE_S = 5.0
 FATES_DEADLINE_S = 1.0
 """The lower tier answers from memory; the core stops waiting a little later."""
@@ -126,7 +126,7 @@ class LowerTierClient:
         try:
             snapshot: LowerSnapshot | None = None
             async for page in ask_pages(ask, SnapshotRequest(source=f"{tier}-tier-{instance}")):
-                snapshot = LowerSnapshot.of(page, behind=snapshot)
+                snapshot = LowerSnapshot.of(page, before=snapshot)
             return DiskSnapshot(instance, snapshot, tier)
         except KvbmError as error:
             log.warning("no snapshot of %s tier %s: %s", tier, instance, error)

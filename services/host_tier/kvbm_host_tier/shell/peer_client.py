@@ -20,14 +20,13 @@ from kvbm_common.runtime.metrics import Metrics, TransferFigures
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.tier.parts import is_divisible
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
 from kvbm_common.wire.slot_entries import LeasedSlot
 from kvbm_common.wire.verbs import (
     DoorReply,
     DoorRequest,
     LeaseReply,
     LeaseRequest,
-    MatchReply,
-    MatchRequest,
     ReleaseRequest,
     verb_subject,
 )
@@ -83,7 +82,7 @@ class PeerClient:
         self._bus, self._reader, self._host, self._source = bus, reader, host, source
         self._owner = f"{source}@{host}"
         self._token = secrets.token_hex(16)
-        """What gives our leases back: nothing else does."""
+        """The secret that gives this host tier's leases back at peers: nothing else does."""
         self._figures = TransferFigures(counters)
         self._unreleased = counters.counter(
             "kvbm_peer_leases_unreleased_total",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from kvbm_common.access.nats_access import NatsAccess
+from kvbm_common.config.secret_variables import environ_for
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.nixl.library import NET_DEVICES
@@ -37,7 +38,7 @@ from kvbm_host_tier.shell.peer_reader_messages import (
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 """Pauses before the process is restarted; the last one repeats until it has opened."""
 SETTLE_S = 5.0
-"""How long a failed read may take to settle before the process is killed."""
+"""The time that a failed read may take to settle before the process is killed."""
 ENDS_MAX, ENDS_S = 3, 60.0
 """The process has a problem if it ends so many times within so many seconds."""
 ANSWER_MARGIN_S = 1.0
@@ -76,7 +77,9 @@ class PeerReader:
     ) -> None:
         """Prepare the process; `devices` are those of the network that UCX uses in it."""
         self._name = name
-        self._environ = dict(os.environ) | ({NET_DEVICES: devices} if devices else {})
+        # Whatever reaches its port is not asked who it is.
+        self._environ = environ_for("peer-reader", os.environ)
+        self._environ |= {NET_DEVICES: devices} if devices else {}
         self._on_died = on_died
         self._wanted = asyncio.Event()
         self._path = ""
@@ -177,7 +180,7 @@ class PeerReader:
 
     @property
     def any_may_write(self) -> bool:
-        """Whether a failed read has not settled yet."""
+        """Tell whether a failed read has not settled yet."""
         return bool(self._unsettled)
 
     def kill(self) -> None:

@@ -41,7 +41,7 @@ from kvbm_host_tier.shell.peer_reader_messages import (
 CALL_DEADLINE_S = 10.0
 """Deadline of a call, as in the puller."""
 CLOSE_S = 0.5
-"""For what flies when the host tier ends."""
+"""For what is in flight when the host tier ends."""
 
 
 class PeerReaderProcess:
@@ -78,7 +78,7 @@ class PeerReaderProcess:
 
     def _read(self, read: Read) -> None:
         offsets = np.asarray(read.offsets, dtype=np.uint64)
-        assert int(offsets.max()) + read.block_bytes <= self._arena.bytes, "behind the arena's end"
+        assert int(offsets.max()) + read.block_bytes <= self._arena.bytes, "after the arena's end"
         moving = self._mover.read(
             read.peer,
             Spans.of(offsets + np.uint64(self._arena.address), read.block_bytes),

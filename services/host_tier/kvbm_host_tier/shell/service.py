@@ -11,7 +11,8 @@ from kvbm_common.access.curve import refuse_open_to_engines
 from kvbm_common.config.settings import Settings
 from kvbm_common.memory.arena import ArenaStopped, remove_stale
 from kvbm_common.memory.leftovers import remove_left
-from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.process import run
 from kvbm_common.service.tracing import wanted
 from kvbm_common.tier.blocks import BATCH_UNIT_BYTES
 

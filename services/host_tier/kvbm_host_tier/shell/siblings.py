@@ -14,7 +14,7 @@ import zmq
 from kvbm_common.errors import RegistryUnavailable
 from kvbm_common.registry.records import Info, Joined, Left, RegistryEvent
 from kvbm_common.runtime.logs import OncePerKind
-from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.wire.codec import UNREADABLE
 
 from kvbm_host_tier.core.shard_map import (
@@ -33,12 +33,13 @@ from kvbm_host_tier.shell.engine_socket import EngineSocket, is_deserted
 ENDPOINT, TAKES, SHARDS, CUT = "endpoint", "takes", "shards", "cut"
 """The keys of a host tier's registry entry."""
 LOOK_S = 0.2
-"""How often a host tier tries to become the front, and the front looks whether its siblings still
-listen. A connect takes 50 µs, and an engine notices nothing for 3 s."""
+"""The pause between two tries of a host tier to become the front, and of the front's looks at
+siblings' endpoints. A connect takes 50 µs, and an engine notices nothing for 3 s."""
 LOOK_ALONE_S = 5.0
-"""How often a front without siblings looks: a new one is in the registry at once."""
+"""The pause between two looks of a front without siblings: a new one is in the registry at once."""
 HAND_OVER_S = 1.2
-"""How long engines may take to leave when we stop; a service has 2.5 s in all to stop."""
+"""The time that engines have to leave when this host tier stops; a service has 2.5 s in all to
+stop."""
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ exactly one segment. Here the segment of 0 begins a namespace, and the segment o
 A name stands for its whole prefix. Therefore:
 
 1. A block has one parent.
-2. A block is a head, or it is directly behind its parent.
+2. A block is a head, or it is directly after its parent.
 3. If block i of a question is block i of a segment, all before it agree: the end of a run is a
    binary search.
 
@@ -35,7 +35,7 @@ from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
 from kvbm_common.tier.block_lookup import BlockLookup
 
 from kvbm_index.core.image import SegmentImage
-from kvbm_index.core.segments import Segment, count_before, count_behind
+from kvbm_index.core.segments import Segment, take_from_end, take_from_front
 
 NO_LIMIT = 1 << 32
 """A number of blocks that no chain has."""
@@ -54,7 +54,7 @@ class Chains:
         self._heads: dict[bytes, Segment] = {}
         self._tails: dict[bytes, Segment] = {}
         self._children: dict[bytes, set[bytes]] = {}
-        """Parent → heads behind it. The parent need not be held. Rooted heads are left out."""
+        """Parent → heads after it. The parent need not be held. Rooted heads are left out."""
         self._bytes = 0
         """Bytes of all names."""
         self._segment_by_block: BlockLookup[Segment] = BlockLookup()
@@ -101,15 +101,15 @@ class Chains:
             self._begin(image.parent, image.blocks, rooted=image.rooted)
 
     def add(self, parent: bytes, run: bytes, *, rooted: bool) -> None:
-        """Hold a run of blocks, back to back, behind its parent (`rooted`: a namespace's root).
+        """Hold a run of blocks, back to back, after its parent (`rooted`: a namespace's root).
 
-        Behind a tail, no block of the run can be held yet, unless a held block has its parent
+        After a tail, no block of the run can be held yet, unless a held block has its parent
         inside the run. Such a block is a head, and its parent is in `_children`: only then is the
         run added block by block.
         """
         if not run:
             return
-        assert not len(run) % HASH_BYTES, f"a run of {len(run)} bytes behind {parent.hex()}"
+        assert not len(run) % HASH_BYTES, f"a run of {len(run)} bytes after {parent.hex()}"
         first, several = run[:HASH_BYTES], len(run) > HASH_BYTES
         if first in self._heads:  # A known head: the rest may be new.
             if several:
@@ -159,20 +159,20 @@ class Chains:
         return segment
 
     def _join(self, tail: bytes) -> None:
-        """Join the segment that waited behind `tail` to it. Several are branches, and stay."""
+        """Join the segment that waited for `tail` to it. Several are branches, and stay."""
         heads = self._children.get(tail)
         if heads is None or len(heads) != 1:
             return
-        before, behind = self._tails[tail], self._heads.get(next(iter(heads)))
-        if behind is None or behind is before:
+        before, after = self._tails[tail], self._heads.get(next(iter(heads)))
+        if after is None or after is before:
             return  # The source is broken: see `Chains`.
         del self._tails[tail]
-        self._forget_head(behind)
-        self._unindex(behind, 0)
-        self._unindexed.discard(behind)
+        self._forget_head(after)
+        self._unindex(after, 0)
+        self._unindexed.discard(after)
         self._unindexed.add(before)
-        before.blocks += behind.blocks
-        self._tails[behind.tail] = before
+        before.blocks += after.blocks
+        self._tails[after.tail] = before
 
     # ---- removed -----------------------------------------------------------------------------
 
@@ -203,9 +203,9 @@ class Chains:
         gone = set(blocks)
         for block in blocks:
             if block in gone and (one := self._tails.get(block)):
-                self._cut_end(one, count_behind(one.blocks, gone))
+                self._cut_end(one, take_from_end(one.blocks, gone))
             elif block in gone and (one := self._heads.get(block)):
-                self._cut_front(one, count_before(one.blocks, gone))
+                self._cut_front(one, take_from_front(one.blocks, gone))
         # What is left was named root first: from the back, each is a tail when its turn comes.
         for block in reversed(blocks):
             if block in gone:
@@ -307,6 +307,7 @@ class Chains:
                 self._children.pop(segment.parent, None)
 
     def _segment_of(self, block: bytes) -> Segment | None:
+        """Return the segment of a block; a table that lags is brought up to date first."""
         if (found := self._segment_by_block.get(block)) is None and self._unindexed:
             self.index_some(NO_LIMIT)
             found = self._segment_by_block.get(block)
@@ -382,11 +383,11 @@ class Chains:
         assert {one.tail: one for one in self._heads.values()} == self._tails
         children: dict[bytes, set[bytes]] = {}
         indexed: dict[bytes, Segment] = {}
-        behind: dict[bytes, bytes] = {}
+        child_of: dict[bytes, bytes] = {}
         for one in self._heads.values():
             names = unpack_hashes(one.blocks)
             indexed |= dict.fromkeys(names[: one.indexed // HASH_BYTES], one)
-            behind |= dict(pairwise(names))
+            child_of |= dict(pairwise(names))
             if not one.rooted:
                 children.setdefault(one.parent, set()).add(one.head)
             assert (one.indexed < len(one.blocks)) == (one in self._unindexed)
@@ -394,4 +395,4 @@ class Chains:
         table = self._segment_by_block
         assert indexed == {block: table.get(block) for block in table}, "its segment"
         assert self._unindexed <= set(self._heads.values())
-        assert all(behind.get(one.parent) != head for head, one in self._heads.items())
+        assert all(child_of.get(one.parent) != head for head, one in self._heads.items())

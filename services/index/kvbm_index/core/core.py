@@ -66,7 +66,7 @@ class IndexCore(Queries):
         super().__init__(limits)
         self._registry_read = False
         self._asking = False
-        """Whether some source may be due for a snapshot: all are looked at as the step ends."""
+        """True if some source may be due for a snapshot: all are looked at as the step ends."""
         self._is_quiet = False
         self._looked_ms = -self._limits.look_after_ms
         self._now_ms = 0
@@ -83,8 +83,8 @@ class IndexCore(Queries):
                 self._position, self._stream = position, stream
             case Restored(image):
                 self._on_restored(image, now_ms)
-            case SnapshotReceived(arrival):
-                self._on_snapshot(arrival, now_ms)
+            case SnapshotReceived(loader):
+                self._on_snapshot(loader, now_ms)
             case SnapshotFailed(key):
                 self._on_snapshot_failed(key, now_ms)
             case SourceJoined(key, epoch):
@@ -104,8 +104,8 @@ class IndexCore(Queries):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether ticks may come seldom: all sources were in order at the last look, and no input
-        has come since."""
+        """Tell whether ticks may come seldom: all sources were in order at the last look, and no
+        input has come since."""
         return self._is_quiet
 
     # ---- events ------------------------------------------------------------------------------
@@ -125,8 +125,8 @@ class IndexCore(Queries):
         source = self._sources.get((first.host, first.source))  # type: ignore[call-overload]
         if source is None or source.state is not FollowState.CURRENT or first.epoch != source.epoch:
             return False
-        behind, holder = next_seq(events, source.seq + 1), _holder_of(first)
-        if behind is None:
+        next_number, holder = next_seq(events, source.seq + 1), _holder_of(first)
+        if next_number is None:
             return False
         if isinstance(first, DecodedStored | PackedStored):
             runs = stored_by(cast("list[DecodedStored]", events))
@@ -142,8 +142,8 @@ class IndexCore(Queries):
         else:
             return False
         assert not source.waiting, f"{source.key} is current, and {len(source.waiting)} events wait"
-        self._event_count += behind - 1 - source.seq
-        source.seq = behind - 1  # Nothing waits: it is `take` and `ready`, in short.
+        self._event_count += next_number - 1 - source.seq
+        source.seq = next_number - 1  # What `take` and `ready` do when no event waits.
         self._applied.extend(zip(repeat(now_ms), events))
         return True
 
@@ -215,19 +215,21 @@ class IndexCore(Queries):
     def _ask_snapshots(self, now_ms: int) -> list[Effect]:
         self._asking = False
         effects: list[Effect] = []
-        assert 0 <= self._snapshots_flying <= self._limits.snapshots_max, self._snapshots_flying
+        assert 0 <= self._snapshots_in_flight <= self._limits.snapshots_max, (
+            self._snapshots_in_flight
+        )
         for source in self._sources.values():
-            if self._snapshots_flying >= self._limits.snapshots_max:
+            if self._snapshots_in_flight >= self._limits.snapshots_max:
                 break
-            if source.should_ask(now_ms):
-                source.ask(now_ms)
-                self._snapshots_flying += 1
+            if source.should_request(now_ms):
+                source.begin_request(now_ms)
+                self._snapshots_in_flight += 1
                 effects.append(RequestSnapshot(source.key))
         return effects
 
-    def _on_snapshot(self, arrival: SnapshotLoader, now_ms: int) -> None:
-        snapshot = arrival.snapshot
-        source = self._landed(SourceKey(snapshot.host, snapshot.source))
+    def _on_snapshot(self, loader: SnapshotLoader, now_ms: int) -> None:
+        snapshot = loader.snapshot
+        source = self._end_request(SourceKey(snapshot.host, snapshot.source))
         if source is None or source.state is not FollowState.BEHIND:
             return
         if snapshot.epoch < source.epoch and self._begin(source, snapshot.epoch):
@@ -236,33 +238,33 @@ class IndexCore(Queries):
             self._drops["old_snapshot"] += 1
             source.retry_later(now_ms)
             return
-        if arrival.malformed:
+        if loader.malformed:
             self._drops["malformed"] += 1
             source.retry_later(now_ms)
             return
         self._holdings.drop(source.key)
-        for holder, chains in arrival.chains.items():
+        for holder, chains in loader.chains.items():
             self._holdings.take(holder, chains)
         self._snapshot_count += 1
         source.restore(snapshot.epoch, snapshot.seq, now_ms)
         assert source.epoch == snapshot.epoch, f"{source.key} is in epoch {source.epoch}"
-        assert not source.hollow, f"{source.key} holds less than its snapshot says"
+        assert not source.needs_snapshot, f"{source.key} holds less than its snapshot says"
         self._apply_ready(source, now_ms)
 
     def _on_snapshot_failed(self, key: SourceKey, now_ms: int) -> None:
-        source = self._landed(key)
+        source = self._end_request(key)
         self._drops["snapshot_failed"] += 1
         if source is not None:
             source.retry_later(now_ms)
 
-    def _landed(self, key: SourceKey) -> Source | None:
+    def _end_request(self, key: SourceKey) -> Source | None:
         """Return the source whose snapshot has come; None: it took longer than its deadline."""
         source = self._sources.get(key)
-        if source is None or not source.landed():
+        if source is None or not source.end_request():
             self._drops["late_snapshot"] += 1
             return None
-        self._snapshots_flying -= 1
-        assert self._snapshots_flying >= 0, f"{key}: more snapshots have landed than flew"
+        self._snapshots_in_flight -= 1
+        assert self._snapshots_in_flight >= 0, f"{key}: more answers than requests"
         self._asking = True
         return source
 
@@ -280,9 +282,9 @@ class IndexCore(Queries):
             return
         begun = self._begin(source, epoch)
         source.registered, source.registered_epoch = True, epoch
-        source.unnamed_since_ms = None
+        source.ahead_of_registry_since_ms = None
         if epoch < source.epoch:
-            source.outdate()
+            source.mark_snapshot_stale()
         if begun or epoch < source.epoch:
             self._fall_behind(source, now_ms + self._limits.settle_ms)
         elif source.state is FollowState.GONE:
@@ -295,8 +297,8 @@ class IndexCore(Queries):
             return
         if epoch >= source.epoch:
             self._leave(source, now_ms)
-        elif source.believes(epoch):
-            source.registered, source.unregistered_since_ms = False, now_ms
+        elif source.registered and epoch == source.registered_epoch:
+            source.unregister(now_ms)
 
     def _on_registry_read(self, now_ms: int) -> None:
         self._registry_read = True
@@ -307,14 +309,14 @@ class IndexCore(Queries):
         """Take an image. No source is registered yet; those that were behind are asked, because
         what waited is not in an image."""
         assert not self._sources, "a restored index begins with its image"
-        assert not self._snapshots_flying, f"{self._snapshots_flying} snapshots are asked for"
+        assert not self._snapshots_in_flight, f"{self._snapshots_in_flight} snapshots are asked for"
         self._stream, self._position = image.stream, image.position
-        for one in image.sources:
-            key = SourceKey(one.host, one.source)
+        for saved in image.sources:
+            key = SourceKey(saved.host, saved.source)
             self._sources[key] = Source(
-                key, epoch=one.epoch, seq=one.seq, state=FollowState[one.state], hollow=one.hollow,
-                ask_at_ms=now_ms + self._limits.settle_ms, unregistered_since_ms=now_ms,
-                limits=self._follow_limits,
+                key, epoch=saved.epoch, seq=saved.seq, state=FollowState[saved.state],
+                needs_snapshot=saved.needs_snapshot, limits=self._follow_limits,
+                next_request_ms=now_ms + self._limits.settle_ms, unregistered_since_ms=now_ms,
             )  # fmt: skip
         assert len(self._sources) == len(image.sources), "a source is twice in the image"
         for holder in image.holders:
@@ -326,21 +328,21 @@ class IndexCore(Queries):
         """Let every source fall behind until its next event, or a snapshot that is newer."""
         self._position, self._stream, self._asking = 0, "", True
         for source in self._sources.values():
-            source.lose(now_ms + self._limits.settle_ms)
-            assert source.state is not FollowState.CURRENT, f"{source.key} believes a lost stream"
+            source.stream_lost(now_ms + self._limits.settle_ms)
+            assert source.state is not FollowState.CURRENT, f"{source.key} may miss events"
 
     def _on_tick(self, now_ms: int) -> None:
         is_tidy = self._holdings.tidy(self._limits.tidied_per_tick)
-        assert now_ms >= self._looked_ms, f"sources were looked at {self._looked_ms} ms, in future"
+        assert now_ms >= self._looked_ms, f"{now_ms} ms after a look at {self._looked_ms} ms"
         if now_ms - self._looked_ms < self._limits.look_after_ms:
             return
         self._looked_ms = now_ms
         self._asking = True
         self._sources.forget_old(now_ms)
         for source in self._sources.values():
-            asked_at_ms = source.asked_at_ms
-            if asked_at_ms is not None and (
-                now_ms - asked_at_ms > self._limits.snapshot_deadline_ms
+            requested_at_ms = source.requested_at_ms
+            if requested_at_ms is not None and (
+                now_ms - requested_at_ms > self._limits.snapshot_deadline_ms
             ):
                 self._on_snapshot_failed(source.key, now_ms)
             silent_ms = now_ms - source.unregistered_since_ms
@@ -348,38 +350,38 @@ class IndexCore(Queries):
             if self._registry_read and dead and source.state is not FollowState.GONE:
                 self._leave(source, now_ms)
                 is_tidy = False
-            elif source.end_doubt(now_ms, self._limits.unregistered_ms):
-                source.outdate()
+            elif source.end_wait_for_registry(now_ms, self._limits.unregistered_ms):
+                source.mark_snapshot_stale()
                 self._fall_behind(source, now_ms)
         behind = any(source.state is FollowState.BEHIND for source in self._sources.values())
-        self._is_quiet = is_tidy and not behind and not self._snapshots_flying
+        self._is_quiet = is_tidy and not behind and not self._snapshots_in_flight
 
     def _begin(self, source: Source, epoch: int) -> bool:
-        """Return whether this is another life: then the old one's blocks are gone.
+        """Begin a source's life, unless it is under way; drop the old life's blocks. Return whether
+        it has begun.
 
-        Of lower epochs only that which the registry names is one.
+        A lower epoch begins a life only if the registry names it.
         """
         is_lower = epoch < source.epoch
-        begun = source.begin(epoch, believed=source.believes(epoch))
+        begun = source.begin(epoch)
         assert source.epoch >= epoch, f"{source.key} has not begun {epoch}"
         if begun:
             self._holdings.drop(source.key)
             self._lower_epoch_count += is_lower
             is_named = not source.registered or epoch == source.registered_epoch
-            source.unnamed_since_ms = None if is_named else self._now_ms
+            source.ahead_of_registry_since_ms = None if is_named else self._now_ms
             assert source.epoch == epoch, f"{source.key} begins {epoch}, is in {source.epoch}"
             assert not self._holdings.of(source.key), f"{source.key} holds blocks of another life"
         return begun
 
-    def _fall_behind(self, source: Source, ask_at_ms: int) -> None:
-        source.fall_behind(ask_at_ms)
+    def _fall_behind(self, source: Source, next_request_ms: int) -> None:
+        source.fall_behind(next_request_ms)
         assert source.state is FollowState.BEHIND, f"{source.key} is {source.state.name}"
         self._asking = True
 
     def _leave(self, source: Source, now_ms: int) -> None:
         source.leave()
-        source.registered = False
-        source.unregistered_since_ms = now_ms
+        source.unregister(now_ms)
         self._holdings.drop(source.key)
         assert source.state is FollowState.GONE, f"{source.key} is {source.state.name}"
         assert not self._holdings.of(source.key), f"{source.key} has left, and holds something"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvbm_common.identity import HASH_BYTES
-from kvbm_common.wire.verbs import HolderDump
+from kvbm_common.wire.index_verbs import HolderDump
 from numpy.typing import NDArray
 
 from kvbm_index.core.chains import Chains

@@ -41,7 +41,7 @@ LAYOUTS_MAX = 256
 """Lengths whose layouts are remembered."""
 
 ReadEvent = LeanEvent | PackedPart
-"""What the index reads of a message: an event, or many events in a row."""
+"""One event as the index reads it from a message, or a packed part of many in a row."""
 
 _subject, _payload = itemgetter(0), itemgetter(1)
 _seq = attrgetter("seq")

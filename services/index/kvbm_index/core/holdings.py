@@ -14,9 +14,9 @@ from kvbm_index.core.image import HolderImage, HolderTuple
 from kvbm_index.core.messages import Holder, SourceKey
 
 STARTS_MIN = 1_024
-"""First blocks that may be kept in vain before the table is looked through."""
+"""First blocks without a holder that may be listed before the list is sifted."""
 BLOCKS_PER_START = 64
-"""Names that are let go of in the time in which one first block is looked at, 3 µs."""
+"""Blocks that are freed in the time in which one first block is looked at, 3 µs."""
 
 
 class Holdings:
@@ -28,11 +28,12 @@ class Holdings:
         self._starts: dict[bytes, tuple[HolderTuple, ...]] = {}
         """First block of a namespace → the holders that had it once (`_sift_starts`)."""
         self._starts_room = STARTS_MIN
+        """Entries that may be added to the list before it is sifted."""
         self._unsifted: Iterator[bytes] | None = None
-        """The first blocks that are still to be looked at; None: there are few in vain."""
+        """First blocks that are still to be sifted; None: few of the listed ones lack a holder."""
         self._sifted = 0
-        self._leavings: deque[Chains] = deque()
-        """What no holder has any more, and is forgotten piece by piece (`tidy`)."""
+        self._unfreed: deque[Chains] = deque()
+        """Chains that no holder has any more; `tidy` forgets them piece by piece."""
 
     @property
     def holder_count(self) -> int:
@@ -41,7 +42,7 @@ class Holdings:
 
     @property
     def start_count(self) -> int:
-        """First blocks that are listed, some of them in vain."""
+        """First blocks that are listed, some of them without a holder; for tests."""
         return len(self._starts)
 
     @property
@@ -50,7 +51,7 @@ class Holdings:
         return sum(map(len, self._chains.values()))
 
     def add(self, holder: HolderTuple, parent: bytes, run: bytes, *, rooted: bool) -> None:
-        """Add a run of blocks, back to back behind their parent, to what a holder has.
+        """Add a run of blocks, back to back after their parent, to what a holder has.
 
         With `rooted` the parent is the root of their namespace.
         """
@@ -79,16 +80,16 @@ class Holdings:
             self._note_starts(holder, chains)
 
     def tidy(self, room: int) -> bool:
-        """List added blocks and free removed ones, about `room` in all; return whether it is done.
+        """List added blocks and free removed ones, `room` blocks in all; return whether it is done.
 
-        Python takes 40 ms to free the names of a million.
+        Python takes 40 ms to free the names of a million blocks.
         """
-        while self._leavings and room > 0:
-            shed = self._leavings[0].shed()
+        while self._unfreed and room > 0:
+            shed = self._unfreed[0].shed()
             assert shed > 0, "nothing is left of what is shed"
             room -= shed
-            if not self._leavings[0]:
-                self._leavings.popleft()
+            if not self._unfreed[0]:
+                self._unfreed.popleft()
         for chains in self._chains.values():
             if room <= 0:
                 return False
@@ -239,7 +240,7 @@ class Holdings:
         gone = self._chains.pop(holder, None)
         assert gone is not None, f"{holder} is listed, and holds nothing"
         if gone:
-            self._leavings.append(gone)
+            self._unfreed.append(gone)
         holders = self._holders.get(key, set())
         holders.discard(holder)
         if not holders:

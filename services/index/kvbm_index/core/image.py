@@ -1,7 +1,7 @@
 """An image of the index: everything it knows as of one position of the stream, as bytes.
 
 A replica that starts takes the newest image and reads the stream from its position on. Positions
-and blocks of all sources are in it; events that waited behind a hole are not: their source comes
+and blocks of all sources are in it; events that waited after a gap are not: their source comes
 back as one that is behind, and is asked for what it holds.
 """
 
@@ -43,7 +43,8 @@ class SourceImage(msgspec.Struct, frozen=True, kw_only=True):
     seq: Natural
     state: str
     """The name of a `FollowState`."""
-    hollow: bool
+    needs_snapshot: bool = msgspec.field(name="hollow")
+    """True if less is held than the position says; stored as `hollow`."""
 
 
 class SegmentImage(NamedTuple):
@@ -105,7 +106,7 @@ class _PackedHolder(msgspec.Struct, frozen=True, kw_only=True):
     roots: bytes
     hashes: bytes
     jumps: bytes
-    """Where segments begin: indices, u32 little-endian."""
+    """Beginnings of segments: indices, u32 little-endian."""
     jump_parents: bytes
 
 
@@ -164,7 +165,7 @@ def _require_consistent(packed: _PackedImage) -> None:
     for source in packed.sources:
         if source.state not in FollowState.__members__:
             raise ImageError(f"{source.source} has an unknown state")
-        if source.hollow and source.state == "CURRENT":
+        if source.needs_snapshot and source.state == "CURRENT":
             raise ImageError(f"{source.source} is current, and holds less than it says")
     names = {(one.host, one.source, one.tier, one.rank, one.group) for one in packed.holders}
     if len(names) < len(packed.holders):

@@ -45,9 +45,9 @@ class EventsReceived:
 
     events: tuple[Received, ...]
     position: int = 0
-    """Where the stream is behind them; 0: not said."""
+    """The position in the stream after them; 0: not said."""
     stream: str = ""
-    """Which stream that is: when it was made."""
+    """The identity of that stream: the time at which it was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Restored:
 class SnapshotReceived:
     """The snapshot that a source was asked for has arrived."""
 
-    arrival: SnapshotLoader
+    loader: SnapshotLoader
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +138,14 @@ class Limits:
     buffer_events_max: int = 10_000
     """Events per source that wait for a snapshot: seconds of a very busy one."""
     snapshots_max: int = 8
-    """Snapshots that fly at the same time; each may have megabytes."""
+    """Snapshots in flight at the same time; each may have megabytes."""
     snapshot_deadline_ms: int = 10_000
     """The shell answers earlier; this is the fuse."""
     tidied_per_tick: int = 1_024
     """Blocks that one tick lists or forgets, of those that wait for it. Queries wait meanwhile: few
     and often, about a millisecond of every ten."""
     look_after_ms: int = 0
-    """How often sources are looked at whose time may have come; 0: at every tick."""
+    """The pause between two looks at sources whose time may have come; 0: look at every tick."""
     retry_ms: int = 200
     retry_max_ms: int = 5_000
     settle_ms: int = 500
@@ -154,7 +154,8 @@ class Limits:
     """A source that publishes but has no entry in the registry for so long is dead."""
 
     gone_ms: int = 60_000
-    """How long a source that has left is remembered, so that its late events are known as such."""
+    """The time for which a source that has left is remembered, so that its late events are known as
+    such."""
 
     def __post_init__(self) -> None:
         """Assert that nothing waits without end for a bound of zero."""
@@ -181,9 +182,9 @@ class Statistics:
     lower_epochs: int = 0
     """Lives that began with a lower epoch than the one before, because the registry names them."""
     drops: Mapping[str, int] = field(default_factory=dict)
-    """What was dropped, by reason."""
+    """Reason → the number of drops."""
     buffered_most: int = 0
-    """Events that wait behind a gap of one source: the most of all."""
+    """Events that wait after a gap of one source: the most of all."""
 
     def __post_init__(self) -> None:
         """Assert that no figure is negative."""
@@ -198,6 +199,6 @@ class IndexView:
 
     statistics: Statistics
     position: int
-    """Where the stream is behind the last events; 0 when that is not known."""
+    """The position in the stream after the last events; 0 when it is not known."""
     positions: Mapping[SourceKey, tuple[int, int]]
     """Source → (epoch, seq) applied, of all sources that are not gone."""

@@ -43,7 +43,7 @@ class _Packed(msgspec.Struct, frozen=True, gc=False):
     group: int
 
     count: int
-    """How many events these are."""
+    """The number of events that were packed together."""
 
 
 class PackedStored(_Packed, frozen=True, tag="stored", gc=False):

@@ -7,16 +7,17 @@ from kvbm_common.wire.events import Natural
 from kvbm_common.wire.routes import RouteRequest
 
 PeerPart = tuple[Natural, Natural]
-"""The blocks of a question that a host tier has: the first, and the one behind the last."""
+"""The blocks of a question that a host tier has: the first, and the one after the last."""
 
 
 class PartitionRouteRequest(RouteRequest, frozen=True, kw_only=True):
     """A `route` as one partition of the index is asked for its engines."""
 
     peers: list[PeerPart] | None = None
-    """What the host tiers of all partitions have; none: only those that this partition knows."""
+    """The blocks that the host tiers of all partitions have; None: only those of this partition
+    count."""
     tie: str = ""
-    """By which equals are ordered in all partitions, in hex."""
+    """A number by which all partitions order equals, in hex."""
 
 
 class PeersReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
 from kvbm_common.tier.follow import FollowLimits, FollowState
 from kvbm_common.wire.events import TIER_SOURCES, Removed, Stored, Tier
+from kvbm_common.wire.index_verbs import DUMP_BLOCKS_MAX, DumpReply, DumpRequest, HolderMatch
 from kvbm_common.wire.routes import RankedEngine
 from kvbm_common.wire.scores import PlaceScore
-from kvbm_common.wire.verbs import DUMP_BLOCKS_MAX, DumpReply, DumpRequest, HolderMatch
 
 from kvbm_index.core.candidates import Candidate
 from kvbm_index.core.dump_pages import HeldBy, page_of
@@ -33,7 +33,7 @@ from kvbm_index.core.sources import Sources
 
 EVERYTHING = DumpRequest()
 LOOKS_MAX = 65_536
-"""How often a block is looked for at a holder before other work has a turn: about 20 ms."""
+"""Looks for a block at a holder before other work has a turn: about 20 ms."""
 STORY_EVENTS_MAX = 512
 """Applied events that are remembered for stories. More of them would push each other, and the
 holdings, out of the processor's caches."""
@@ -53,9 +53,10 @@ class Queries:
         self._holdings = Holdings()
         self._drops: Counter[str] = Counter()
         self._applied: deque[tuple[int, Received]] = deque(maxlen=STORY_EVENTS_MAX)
-        self._snapshots_flying = 0
+        self._snapshots_in_flight = 0
         self._position = 0
         self._stream = ""
+        """The position in the event stream after the last events, and the stream's identity."""
         self._event_count = 0
         self._snapshot_count = 0
         self._lower_epoch_count = 0
@@ -137,19 +138,19 @@ class Queries:
         return DumpReply(holders=page, next=after)
 
     def holders(self, source: str | None = None) -> list[HeldBy]:
-        """Return every holder (of one source), sorted, with its position and its blocks."""
+        """Return all holders (of one source, if given), sorted, with their positions and blocks."""
         return [
-            HeldBy(holder, found.epoch, found.seq, blocks)
-            for key, found in sorted(self._sources.items())
+            HeldBy(holder, position.epoch, position.seq, chains)
+            for key, position in sorted(self._sources.items())
             if source in (None, key.source)
-            for holder, blocks in sorted(self._holdings.of(key).items())
+            for holder, chains in sorted(self._holdings.of(key).items())
         ]
 
     def image(self) -> Image:
         """Return everything known now; copies of lists only, 20 ms for a million blocks."""
         sources = [
             SourceImage(host=key.host, source=key.source, epoch=source.epoch, seq=source.seq,
-                        state=source.state.name, hollow=source.hollow)
+                        state=source.state.name, needs_snapshot=source.needs_snapshot)
             for key, source in self._sources.items()
         ]  # fmt: skip
         assert self._stream or not self._position, f"position {self._position} of no stream"
@@ -158,7 +159,7 @@ class Queries:
 
     @property
     def position(self) -> int:
-        """Where the stream is behind the last events; 0 when that is not known."""
+        """The position in the stream after the last events; 0 when it is not known."""
         return self._position
 
     def positions(self) -> dict[SourceKey, tuple[int, int]]:
@@ -174,7 +175,7 @@ class Queries:
         return [key for key, source in self._sources.items() if source.state is FollowState.BEHIND]
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """Return which events about a block were lately applied, newest last."""
+        """Return the last applied events about a block as lines, the newest last."""
         assert len(sequence_hash) == HASH_BYTES, sequence_hash
         return [
             f"{now_ms} ms {event.__struct_config__.tag} {event.host}/{event.source} "
@@ -185,8 +186,8 @@ class Queries:
 
     def statistics(self) -> Statistics:
         """Return the figures for metrics."""
-        sources, flying = self._sources.values(), self._snapshots_flying
-        assert 0 <= flying <= len(sources), f"{flying} snapshots of {len(sources)} sources fly"
+        sources, in_flight = self._sources.values(), self._snapshots_in_flight
+        assert 0 <= in_flight <= len(sources), f"{in_flight} snapshots, {len(sources)} sources"
         return Statistics(
             sources=sum(source.state is not FollowState.GONE for source in sources),
             sources_behind=len(self.behind()),
@@ -194,7 +195,7 @@ class Queries:
             blocks=self._holdings.block_count,
             buffered_events=sum(len(source.waiting) for source in sources),
             buffered_most=max((len(source.waiting) for source in sources), default=0),
-            snapshots_in_flight=flying,
+            snapshots_in_flight=in_flight,
             events=self._event_count,
             snapshots=self._snapshot_count,
             lower_epochs=self._lower_epoch_count,
@@ -204,14 +205,14 @@ class Queries:
     def check(self) -> None:
         """Assert every invariant, in O(n)."""
         self._holdings.check()
-        flying = 0
+        in_flight = 0
         for key, source in self._sources.items():
             assert key == source.key
             source.check()
-            flying += source.asked_at_ms is not None
+            in_flight += source.requested_at_ms is not None
             if source.state is FollowState.GONE:
                 assert not self._holdings.of(key), f"{key} is gone and holds something"
-        assert flying == self._snapshots_flying <= self._limits.snapshots_max
+        assert in_flight == self._snapshots_in_flight <= self._limits.snapshots_max
         assert len(self._sources) <= self._limits.sources_max
 
 

@@ -17,7 +17,7 @@ from kvbm_common.identity import (
     request_extras,
 )
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, WireError
-from kvbm_common.wire.verbs import MatchRequest
+from kvbm_common.wire.index_verbs import MatchRequest
 
 HASHERS_MAX = 64
 """Namespaces whose hashers are kept."""

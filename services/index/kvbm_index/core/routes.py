@@ -104,7 +104,7 @@ def _ranked(
     blocks = overlap.blocks if overlap is not None else 0
     found: dict[Place, int] = dict(by_tier.items())
     load = sum(_cost_of(prices.weights.get(tier, 0.0)) * n for tier, n in by_tier.items())
-    from_peer = peers.behind(blocks)
+    from_peer = peers.following(blocks)
     if from_peer:
         found["peer"] = from_peer
         load += _cost_of(prices.peer_weight) * from_peer
@@ -141,7 +141,7 @@ class _PeerRuns:
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
 
-    def behind(self, blocks: int) -> int:
+    def following(self, blocks: int) -> int:
         """Return how many blocks after the first ones one peer has.
 
         The parts are of all hosts. The engine's own host has nothing that begins within the run and

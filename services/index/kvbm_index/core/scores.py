@@ -1,4 +1,4 @@
-"""Scores: what a prompt is worth where, with all tiers together that an engine can reach.
+"""Scores: the value of the blocks of a prompt that each place has, in all tiers that it can reach.
 
 A *place* is one rank of an engine, with its own blocks and those of the host and disk tiers of its
 host; the place without a source is what any other engine of that host finds. Its run may change
@@ -20,8 +20,9 @@ from kvbm_common.wire.scores import PlaceScore
 from kvbm_index.core.holdings import Holdings
 
 Part = tuple[int, int]
+"""A run of the question: the position of its first block, and the one after its last."""
 Held = tuple[Tier, list[Part]]
-"""Which parts of the question a holder has: first and behind the last."""
+"""A holder's tier, and the parts of the question that it has."""
 
 
 class Overlap(NamedTuple):
@@ -83,6 +84,7 @@ def _run_length(held: Sequence[Held]) -> int:
 
 
 def _begins_below(own: Sequence[Held], blocks: int) -> bool:
+    """Tell whether an engine itself has a block of a run: else the host's own place says it all."""
     return any(start < blocks for _, parts in own for start, _ in parts)
 
 

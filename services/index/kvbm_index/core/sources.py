@@ -19,28 +19,26 @@ class Source(Followed[AnyEvent]):
 
     key: SourceKey
     registered: bool = False
-    registered_epoch: int = 0
-    """The life that the registry named last."""
     unregistered_since_ms: int = 0
-    unnamed_since_ms: int | None = None
-    """Since when a life is followed whose epoch is higher than that of the registered one; None:
-    the registry names the followed life, or the source has answered for it."""
+    ahead_of_registry_since_ms: int | None = None
+    """Since when a life is followed that the registry does not name yet; None: it names the
+    followed life, or a snapshot was requested to tell which life is right."""
 
-    def believes(self, epoch: int) -> bool:
-        """Tell whether the registry names this life: then it may have a lower epoch."""
-        assert epoch >= 0, f"{self.key}: epoch {epoch}"
-        return self.registered and epoch == self.registered_epoch
+    def unregister(self, now_ms: int) -> None:
+        """Note that the registry has no entry of this source."""
+        self.registered, self.registered_epoch = False, 0
+        self.unregistered_since_ms = now_ms
 
-    def end_doubt(self, now_ms: int, after_ms: int) -> bool:
-        """End a doubt that has lasted too long; return whether it calls for a snapshot.
+    def end_wait_for_registry(self, now_ms: int, after_ms: int) -> bool:
+        """End a wait for the registry that lasts too long; return whether a snapshot must tell.
 
-        The doubt: the registry names another life than the one that is followed.
+        The registry should name the life that is followed, and names another one.
         """
-        since_ms = self.unnamed_since_ms
+        since_ms = self.ahead_of_registry_since_ms
         if since_ms is None or now_ms - since_ms <= after_ms:
             return False
-        assert now_ms >= since_ms, f"{self.key}: unnamed since {since_ms} ms, in future"
-        self.unnamed_since_ms = None
+        assert now_ms >= since_ms, f"{self.key}: ahead since {since_ms} ms, in future"
+        self.ahead_of_registry_since_ms = None
         return self.registered and self.state is FollowState.CURRENT
 
 
@@ -61,6 +59,7 @@ class Sources(dict[SourceKey, Source]):
             source = self[key] = Source(
                 key=key, unregistered_since_ms=now_ms, limits=self._follow_limits
             )
+        assert source.key == key, f"{source.key} is kept as {key}"
         assert len(self) <= self._limits.sources_max, f"{len(self)} sources"
         return source
 
@@ -84,5 +83,5 @@ class Sources(dict[SourceKey, Source]):
 
 
 def _is_idle(source: Source) -> bool:
-    """Tell whether a source is gone, and no snapshot of it flies."""
-    return source.state is FollowState.GONE and source.asked_at_ms is None
+    """Tell whether a source is gone, and no snapshot of it is requested."""
+    return source.state is FollowState.GONE and source.requested_at_ms is None

@@ -23,6 +23,7 @@ from kvbm_common.registry.records import PARTITIONS_INFO, Left, RegistryEvent
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.index_verbs import DUMP_BLOCKS_MAX, DumpReply, DumpRequest, MatchReply
 from kvbm_common.wire.partitions import INDEX_GROUP
 from kvbm_common.wire.routes import LeftOut, RouteReply, RouteRequest
 from kvbm_common.wire.scores import (
@@ -32,13 +33,7 @@ from kvbm_common.wire.scores import (
     ScoreReply,
     WhereReply,
 )
-from kvbm_common.wire.verbs import (
-    DUMP_BLOCKS_MAX,
-    DumpReply,
-    DumpRequest,
-    MatchReply,
-    verb_subject,
-)
+from kvbm_common.wire.verbs import verb_subject
 
 from kvbm_index.core.partition_messages import PartitionRouteRequest, PeersReply
 from kvbm_index.core.requests import BadRequest, ReplyTooLarge, decoded, encoded, hashes_of
@@ -47,8 +42,8 @@ from kvbm_index.core.routes import in_order, longest
 ANSWER_DEADLINE_S = 0.5
 """Deadline for another partition."""
 SILENT_DEADLINE_S = 0.05
-"""How long a lookup waits for one that did not answer the last question: usually it takes 1 ms, and
-a host tier waits for the whole answer for a quarter of a second."""
+"""The deadline for a partition that did not answer the last question, in seconds. An answer takes 1
+ms as a rule, and a host tier waits 250 ms for the whole answer."""
 HURRIED = frozenset({"match", "match_tokens", "match_batch", "score", "peers", "route"})
 """Lookups: requests of engines wait for the answers of these verbs."""
 REFUSALS = frozenset({BadRequest.code, ReplyTooLarge.code})

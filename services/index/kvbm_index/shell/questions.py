@@ -9,6 +9,7 @@ import msgspec
 from kvbm_common.nats.verb_server import VerbHandler
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.index_verbs import DumpRequest, MatchReply, MatchRequest
 from kvbm_common.wire.scores import (
     DEFAULT_WEIGHTS,
     BlockHolder,
@@ -22,7 +23,6 @@ from kvbm_common.wire.scores import (
     WhereReply,
     WhereRequest,
 )
-from kvbm_common.wire.verbs import DumpRequest, MatchReply, MatchRequest
 
 from kvbm_index.core.core import IndexCore
 from kvbm_index.core.requests import ReplyTooLarge, decoded, encoded, hashes_of

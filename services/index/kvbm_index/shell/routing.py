@@ -20,7 +20,7 @@ from kvbm_index.core.routes import Prices
 TURN_BYTES = 8
 RANKS_MAX = 1_024
 RANK_DIGITS_MAX = 18
-"""What an entry may say of an engine; a rank is below 2**63 on the wire."""
+"""The digits of a rank in a registry entry, at most: on the wire a rank is below 2**63."""
 
 _route_request: JsonCodec[RouteRequest] = JsonCodec(RouteRequest)
 _partition_request: JsonCodec[PartitionRouteRequest] = JsonCodec(PartitionRouteRequest)

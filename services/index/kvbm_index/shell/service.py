@@ -17,7 +17,8 @@ from kvbm_common.nats.snapshots import ask_snapshot
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
-from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.process import run
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.epochs import epoch_max
 from kvbm_common.wire.partitions import INDEX_GROUP
@@ -65,7 +66,8 @@ LOOK_AFTER_MS = 50
 SNAPSHOT_DEADLINE_S = 5.0
 """A million blocks take about a second to say."""
 READY_DEADLINE_S = 3.0
-"""How long the start waits for the history of the stream; a longer one is read while serving."""
+"""The time that the start waits for the history of the stream, in seconds. A longer history is read
+while serving."""
 TIER_KINDS = ("host-tier", "disk-tier", "object-tier")
 
 log = logging.getLogger(__name__)
@@ -209,7 +211,7 @@ class IndexShell:
         return self._partitions.of(host) == self._own
 
     def _stream_lost(self) -> None:
-        """Queue the loss of the stream behind the events that wait: they came before it."""
+        """Queue the loss of the stream after the events that wait: they came before it."""
         if not self._loop.offer_nowait(StreamLost()):
             # Later is as good: some sources are asked that need not be.
             offering = self._loop.offer(StreamLost(), deadline_s=INBOX_DEADLINE_S)
@@ -284,10 +286,10 @@ class IndexShell:
             return SnapshotFailed(key)
         if (reply.host, reply.source) != key:
             return SnapshotFailed(key)
-        arrival = SnapshotLoader(reply)
-        while not arrival.go_on():
+        loader = SnapshotLoader(reply)
+        while not loader.go_on():
             await _others()
-        return SnapshotReceived(arrival)
+        return SnapshotReceived(loader)
 
     def _owner_of(self, key: SourceKey) -> tuple[str, str]:
         """Return what answers for a source: a tier itself, or the consolidator of its host.

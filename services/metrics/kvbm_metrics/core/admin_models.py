@@ -6,18 +6,11 @@ from typing import Annotated, Any, Literal
 
 from kvbm_common.wire.admin import Audited, BlockEntry, BlockLease, PinEntry
 from kvbm_common.wire.events import Tier
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
+from kvbm_common.wire.index_verbs import MATCH_BLOCKS_MAX
 from pydantic import Field
 
-from kvbm_metrics.core.models import (
-    BlockHolderView,
-    Hash,
-    NamespaceQuery,
-    TokenId,
-    _Query,
-    _up_to,
-    _View,
-)
+from kvbm_metrics.core.models import BlockHolderView, _View
+from kvbm_metrics.core.query_models import Hash, NamespaceQuery, TokenId, _Query, _up_to
 from kvbm_metrics.core.wire_types import view_of
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]

@@ -9,7 +9,7 @@ import msgspec
 from kvbm_common.wire.operator_verbs import OPERATOR_VERBS, REQUIRED, OperatorVerb
 from pydantic import BaseModel, Field, create_model
 
-from kvbm_metrics.core.models import _Query
+from kvbm_metrics.core.query_models import _Query
 from kvbm_metrics.core.wire_types import checked
 
 
@@ -30,7 +30,7 @@ def _body_of(verb: OperatorVerb) -> type[BaseModel]:
 BODIES: Mapping[type[msgspec.Struct], type[BaseModel]] = {
     verb.request: _body_of(verb) for verb in OPERATOR_VERBS if verb.is_change and verb.given
 }
-"""By the request that a body becomes: `evict` and `reset` share one."""
+"""Request that a body becomes → its model: `evict` and `reset` share one."""
 
 
 def request_of(verb: OperatorVerb, given: Mapping[str, Any], actor: str) -> Any:

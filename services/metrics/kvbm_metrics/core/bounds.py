@@ -13,7 +13,7 @@ from kvbm_common.wire.bounds import DROPPED, REACH, SIZE, USED
 from kvbm_common.wire.metrics import Family, MetricsSnapshot, Sample
 from pydantic import BaseModel, Field
 
-from kvbm_metrics.core.collector import FleetView, Instance
+from kvbm_metrics.core.fleet_view import FleetView, Instance
 
 MISSED = "kvbm_missed_blocks_total"
 UNEXPLAINED = ("not_remembered", "unknown")

@@ -1,23 +1,20 @@
 """Collector: makes what an operator sees from the answers of all instances.
 
 Pure: a `FleetView` goes in, views come out. Nothing here waits, reads a clock or knows HTTP.
-`Totals` is the only class with state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
-from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.events import Tier
-from kvbm_common.wire.metrics import MEMORY, MEMORY_BOUND, MetricsSnapshot
-from kvbm_common.wire.verbs import StatsReply
+from kvbm_common.wire.metrics import MEMORY, MEMORY_BOUND
 
 from kvbm_metrics.core import flows
+from kvbm_metrics.core.fleet_view import FleetView, Instance
+from kvbm_metrics.core.kvbm_totals import Totals, hit_rate, kvbm_view
 from kvbm_metrics.core.models import (
     KindView,
-    KvbmView,
     MediumView,
     ServiceView,
     StatusView,
@@ -39,159 +36,12 @@ from kvbm_metrics.core.sizes import (
 )
 from kvbm_metrics.core.worker_view import worker_view
 
-# NVIDIA KVBM's names. Offload h2d is host to disk, onboard h2d is host to device; d2d and d2o
-# begin at the disk.
-KVBM_COUNTERS = (
-    "kvbm_matched_tokens",
-    "kvbm_offload_blocks_d2h",
-    "kvbm_offload_blocks_h2d",
-    "kvbm_offload_blocks_d2d",
-    "kvbm_offload_blocks_d2o",
-    "kvbm_onboard_blocks_h2d",
-    "kvbm_onboard_blocks_d2d",
-    "kvbm_onboard_blocks_o2d",
-    "kvbm_object_read_failures",
-    "kvbm_object_write_failures",
-)
-KVBM_GAUGES = (
-    "kvbm_host_cache_hit_rate",
-    "kvbm_disk_cache_hit_rate",
-    "kvbm_object_cache_hit_rate",
-)
 TIER_OF_KIND: Mapping[str, Tier] = {
     "host-tier": "host",
     "disk-tier": "disk",
     "object-tier": "object",
 }
 TIERS: tuple[Tier, ...] = ("device", "host", "disk", "object")
-INSTANCES_MAX = 4096
-"""Instances that `Totals` remembers, dead ones too; the longest silent is forgotten first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """One registered instance and what it has answered."""
-
-    record: ServiceRecord
-    stats: StatsReply | None = None
-    snapshot: MetricsSnapshot | None = None
-    up: bool = False
-    """Whether the service has answered, if only with an error."""
-    failure: str = ""
-    """Why there are no stats."""
-
-    def __post_init__(self) -> None:
-        """Assert that the fields tell one story of what was asked."""
-        assert self.up or self.stats is None, f"{self.record.key} has figures, and is not up"
-        assert not (self.failure and self.stats), f"{self.record.key} has figures: {self.failure}"
-
-    @property
-    def ready(self) -> bool:
-        """Whether the service has answered, and serves."""
-        return self.stats is not None and self.stats.ready
-
-    @property
-    def reasons(self) -> list[str]:
-        """Why it is not ready, or what it cannot do although it is."""
-        if self.stats is not None:
-            return list(self.stats.reasons)
-        return [self.failure or "no answer"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetView:
-    """All registered instances at one moment, sorted by kind, host and instance."""
-
-    instances: Sequence[Instance]
-    connected: bool = True
-    """Whether this service reaches NATS."""
-    registry_error: str = ""
-    """Why `instances` may be out of date."""
-    lost: Sequence[ServiceRecord] = ()
-    """Services that fell silent and are not registered any more."""
-
-    def __post_init__(self) -> None:
-        """Assert that no service is both registered and lost."""
-        both = {one.key for one in self.lost} & {one.record.key for one in self.instances}
-        assert not both, f"{sorted(both)} are registered, and lost"
-
-    def on_host(self, host: str) -> FleetView:
-        """Return the part that is on one host; all of it without a name."""
-        here = [one for one in self.instances if host in ("", one.record.host)]
-        return replace(self, instances=here, lost=[x for x in self.lost if host in ("", x.host)])
-
-
-class Totals:
-    """KVBM's counters over all instances; they never go back.
-
-    A plain sum would fall when an instance dies or misses one answer, and Prometheus would take the
-    fall for a restart and count everything again. So each instance adds what it has counted since
-    its last answer, and from zero in a new life (epoch).
-
-    They begin at 0 with this process. What an older instance has counted before is its baseline:
-    Prometheus would count it twice.
-    """
-
-    def __init__(self, *, since_epoch: int = 0) -> None:
-        """Count all of the lives that begin after `since_epoch`, the epoch of this process."""
-        self._since_epoch = since_epoch
-        self._totals = dict.fromkeys(KVBM_COUNTERS, 0.0)
-        self._seen: dict[tuple[str, str, str], tuple[int, dict[str, float]]] = {}
-
-    def take(self, snapshots: Iterable[MetricsSnapshot]) -> None:
-        """Add what is new. The same snapshot again, or one of an older life, adds nothing."""
-        for snapshot in snapshots:
-            key = (snapshot.kind, snapshot.host, snapshot.instance)
-            now = kvbm_counters(snapshot)
-            at_first = {} if snapshot.epoch > self._since_epoch else now
-            epoch, before = self._seen.pop(key, (snapshot.epoch, at_first))
-            if snapshot.epoch >= epoch:
-                self._add(now, before if snapshot.epoch == epoch else {})
-                epoch, before = snapshot.epoch, now
-            self._seen[key] = epoch, before
-        while len(self._seen) > INSTANCES_MAX:
-            del self._seen[next(iter(self._seen))]
-
-    def _add(self, now: Mapping[str, float], before: Mapping[str, float]) -> None:
-        for name, value in now.items():
-            total = self._totals[name]
-            self._totals[name] += max(0.0, value - before.get(name, 0.0))
-            assert self._totals[name] >= total, f"{name} went back from {total}"
-
-    def values(self) -> dict[str, float]:
-        """Return the totals by name."""
-        return dict(self._totals)
-
-
-def kvbm_counters(snapshot: MetricsSnapshot) -> dict[str, float]:
-    """Return what one instance has counted of KVBM's counters, summed over labels."""
-    return {
-        family.name.removesuffix("_total"): sum(sample.value for sample in family.samples)
-        for family in snapshot.families
-        if family.kind == "counter" and family.name.removesuffix("_total") in KVBM_COUNTERS
-    }
-
-
-def kvbm_view(view: FleetView, totals: Totals) -> KvbmView:
-    """Return the metrics that NVIDIA's KVBM names; 0 where no service has reported."""
-    rates = {name: hit_rate(view.instances, name.removeprefix("kvbm_")) for name in KVBM_GAUGES}
-    counts = totals.values()
-    assert counts.keys().isdisjoint(rates), f"a counter and a rate have one name: {list(rates)}"
-    return KvbmView.model_validate(counts | rates)
-
-
-def hit_rate(instances: Iterable[Instance], figure: str) -> float:
-    """Return the mean of a rate over instances, weighted by their recent lookups."""
-    weighted = lookups = 0.0
-    for one in instances:
-        if one.stats is not None and figure in one.stats.figures:
-            weight = one.stats.figures.get("lookups_windowed", 0.0)
-            weighted += weight * one.stats.figures[figure]
-            lookups += weight
-    return weighted / lookups if lookups else 0.0
-
-
-# --- views ----------------------------------------------------------------------------------
 
 
 def service_views(view: FleetView) -> list[ServiceView]:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvbm_metrics.core import flows
-from kvbm_metrics.core.collector import FleetView, Instance, counted, tier_of
+from kvbm_metrics.core.collector import counted, tier_of
+from kvbm_metrics.core.fleet_view import FleetView, Instance
 from kvbm_metrics.core.models import LookupsView
 from kvbm_metrics.core.rates import WINDOW_S, Rates
 from kvbm_metrics.core.recent_models import HistoryPoint

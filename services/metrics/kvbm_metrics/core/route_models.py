@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvbm_metrics.core.admin_models import Name
 from kvbm_metrics.core.answer_models import AnswerView
-from kvbm_metrics.core.models import ScoreQuery
+from kvbm_metrics.core.query_models import ScoreQuery
 from kvbm_metrics.core.wire_types import view_of
 
 _Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -28,7 +28,7 @@ _Amount = Annotated[float, Field(ge=0, le=1_000_000_000)]
 class EngineQuery(BaseModel):
     """An engine that may take the prompt, and what it has to do already."""
 
-    # As the other questions: `models.py` says why.
+    # As the other questions: `query_models.py` says why.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, regex_engine="python-re")
 
     source: Name

@@ -17,13 +17,9 @@ from typing import NamedTuple
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.metrics import Family, Kind, Sample
 
-from kvbm_metrics.core.collector import (
-    KVBM_COUNTERS,
-    KVBM_GAUGES,
-    FleetView,
-    Instance,
-    tier_of,
-)
+from kvbm_metrics.core.collector import tier_of
+from kvbm_metrics.core.fleet_view import FleetView, Instance
+from kvbm_metrics.core.kvbm_totals import KVBM_COUNTERS, KVBM_GAUGES
 from kvbm_metrics.core.models import KvbmView
 from kvbm_metrics.core.sizes import occupancy
 

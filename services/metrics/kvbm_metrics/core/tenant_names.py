@@ -14,7 +14,7 @@ from kvbm_common.tenant_tag import tag_of
 from kvbm_common.tier.tenants import shown_name
 from kvbm_common.wire.verbs import StatsReply
 
-from kvbm_metrics.core.collector import Instance
+from kvbm_metrics.core.fleet_view import Instance
 
 
 def with_names(instances: Sequence[Instance]) -> list[Instance]:

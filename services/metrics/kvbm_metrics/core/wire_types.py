@@ -8,7 +8,7 @@ import msgspec
 from pydantic import ConfigDict, Field, create_model
 
 BOUNDS = ("gt", "ge", "lt", "le", "pattern", "min_length", "max_length", "examples")
-"""What both libraries have, under the same names."""
+"""Constraints that both libraries have, under the same names."""
 
 
 def checked(kind: Any) -> Any:

@@ -52,7 +52,7 @@ const showEngine = (body, told) => {
 };
 
 export const openRequest = (ask, id) => openDialog("Lookups of a request", id, async () => {
-  const told = await ask(`v1/explain/${encodeURIComponent(id)}`);
+  const told = await ask(`v1/explanation?request=${encodeURIComponent(id)}`);
   return body => showRequest(body, told);
 });
 

@@ -1,17 +1,18 @@
 """Access to the routes: by a bearer token of a role (`kvbm_common.access.http_access`).
 
 A page in a browser on this machine can reach loopback, too. So where a change needs no token it is
-taken only if this machine is asked for by a name of it, and not from another site's page.
+taken only if this machine is asked for by a name of it, and not from another site's page. A
+question without a token is answered unless the name may be one of another site, which is pointed
+here: such a page could read the answer.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from kvbm_common.access.addresses import is_loopback
+from kvbm_common.access.addresses import host_of, is_loopback
 from kvbm_common.access.http_access import Access, Role
 from kvbm_common.errors import KvbmError
 
@@ -26,7 +27,7 @@ class Unauthorized(KvbmError):
 
 
 class Forbidden(KvbmError):
-    """A token that may read only; or a change that another site's page has asked for."""
+    """A token that may read only; or what another site's page may have asked for."""
 
     code = "forbidden"
 
@@ -39,19 +40,21 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)]
 
 
 def may_scrape(request: Request, credentials: Credentials) -> None:
-    """Let a question for figures in; raises Unauthorized."""
+    """Let a question for figures in; raises as `may_read`."""
     _require("scrape", request, credentials)
+    _check_name("scrape", request, credentials)
 
 
 def may_know_why(request: Request, credentials: Credentials) -> bool:
     """Tell whether a request may be told more than that the system is not ready."""
     token = credentials.credentials if credentials is not None else None
-    return _access_of(request).may("scrape", token)
+    return _access_of(request).may_by("scrape", token, _asked(request))
 
 
 def may_read(request: Request, credentials: Credentials) -> None:
     """Let a question in; raises Unauthorized, Forbidden."""
     _require("read", request, credentials)
+    _check_name("read", request, credentials)
 
 
 def may_change(request: Request, credentials: Credentials) -> str:
@@ -90,17 +93,26 @@ def _require(
     raise Forbidden(f"this token may {access.role_of(token)} only")
 
 
+def _asked(request: Request) -> str:
+    """Return the name by which this port was asked for."""
+    return host_of(f"//{request.headers.get('host', '')}")
+
+
+def _check_name(
+    role: Role, request: Request, credentials: HTTPAuthorizationCredentials | None
+) -> None:
+    token = credentials.credentials if credentials is not None else None
+    if not _access_of(request).may_by(role, token, _asked(request)):
+        raise Forbidden(
+            f"without a token ask by an address, or by a name within this network: "
+            f"{_asked(request)} may be another site's"
+        )
+
+
 def _check_same_site(request: Request) -> None:
-    host = _host_of(f"//{request.headers.get('host', '')}")
+    host = _asked(request)
     if not is_loopback(host):
         raise Forbidden(f"a change without a token is for localhost, not for {host or 'no host'}")
     origin = request.headers.get("origin")
-    if origin is not None and not is_loopback(_host_of(origin)):
+    if origin is not None and not is_loopback(host_of(origin)):
         raise Forbidden("a page of another site has asked for this")
-
-
-def _host_of(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""

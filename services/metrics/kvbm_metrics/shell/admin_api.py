@@ -28,7 +28,7 @@ from kvbm_metrics.core.admin_models import (
 )
 from kvbm_metrics.core.bodies import BODIES, contradiction, request_of
 from kvbm_metrics.core.collector import TIER_OF_KIND
-from kvbm_metrics.core.models import Hash
+from kvbm_metrics.core.query_models import Hash
 from kvbm_metrics.shell import operations, problems
 from kvbm_metrics.shell.access import may_change, may_read
 from kvbm_metrics.shell.jobs import Job
@@ -138,15 +138,16 @@ def _change(verb: OperatorVerb) -> Endpoint:
         given = dict(query)
         if wrong := contradiction(verb, given):
             raise BadQuery(*wrong)
-        records = operations.targets(
-            await api.fleet.records(),
-            kinds=operations.kinds_of(verb, given),
-            host=given["host"],
-            instance=given["instance"],
-        )
+        registered, silent = await api.fleet.records_and_lost()
+        where = {"host": given["host"], "instance": given["instance"]}
+        kinds = operations.kinds_of(verb, given)
+        records = operations.targets(registered, kinds=kinds, **where)
         request = request_of(verb, given, actor)
         if verb.job:
             work = operations.WORK[verb.name](api.fleet, records, verb.name, request)
+            if verb.name == "reset":
+                lost = operations.meant(silent, kinds=kinds, **where)
+                work = operations.with_lost(work, lost)
             return _job_view(api.jobs.start(verb.name, actor, work))
         outcomes = await operations.change(api.fleet, records, verb.name, request)
         return ChangeView(outcomes=outcomes)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_BYTES_MAX = MESSAGE_BYTES_MAX
-"""What does not fit into one message on NATS cannot be asked."""
+"""The bytes of a request at most: a larger one does not fit into one message on NATS."""
 
 
 class Door:

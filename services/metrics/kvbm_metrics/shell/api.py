@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Response
 from kvbm_common.access.http_access import HIDDEN
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.index_verbs import DumpRequest, MatchReply
 from kvbm_common.wire.routes import RouteReply
 from kvbm_common.wire.scores import (
     HoldersReply,
@@ -20,32 +21,28 @@ from kvbm_common.wire.scores import (
     WhereReply,
     WhereRequest,
 )
-from kvbm_common.wire.verbs import DumpRequest, MatchReply
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from kvbm_metrics import pages
-from kvbm_metrics.core import collector
+from kvbm_metrics.core import collector, kvbm_totals
 from kvbm_metrics.core.bounds import BoundsOf, bounds_view
-from kvbm_metrics.core.collector import FleetView
+from kvbm_metrics.core.fleet_view import FleetView
 from kvbm_metrics.core.history import POINTS, SPACING_S
 from kvbm_metrics.core.models import (
     HealthView,
     HoldersView,
-    MatchBatchQuery,
     MatchBatchView,
-    MatchQuery,
     MatchView,
     ReadyView,
-    ScoreQuery,
     ScoreView,
     ServiceView,
     StatusView,
     TierView,
-    WhereQuery,
     WhereView,
     WorkerView,
 )
+from kvbm_metrics.core.query_models import MatchBatchQuery, MatchQuery, ScoreQuery, WhereQuery
 from kvbm_metrics.core.rates import WINDOW_S
 from kvbm_metrics.core.recent_models import HistoryView
 from kvbm_metrics.core.route_models import RouteQuery, RouteView
@@ -94,10 +91,10 @@ View = Annotated[FleetView, Depends(_view)]
 
 Host = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{0,64}$")]
 OF_A_HOST = problems.described(HTTPStatus.UNPROCESSABLE_ENTITY)
-"""What can be wrong with a host."""
+"""The errors of routes that name a host."""
 
 health = APIRouter()
-"""What probes ask, without a token also from afar, and Prometheus, with one."""
+"""Routes for probes, without a token also from afar, and for Prometheus, with one."""
 router = APIRouter(
     dependencies=[Depends(may_read)], responses=problems.described(HTTPStatus.UNAUTHORIZED)
 )
@@ -147,7 +144,7 @@ async def metrics(api: ApiOf, view: View) -> Response:
     """Return everything that all services count; 404 when DYN_KVBM_METRICS is false."""
     if not api.expose_metrics:
         raise HTTPException(HTTPStatus.NOT_FOUND, "DYN_KVBM_METRICS is false")
-    values = collector.kvbm_view(view, api.fleet.totals)
+    values = kvbm_totals.kvbm_view(view, api.fleet.totals)
     text = await asyncio.to_thread(exposition.render, view, values, version=api.version)
     return Response(text, headers={"content-type": exposition.CONTENT_TYPE})
 
@@ -210,7 +207,7 @@ ASKS_INDEX = problems.described(
     UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
-"""What can go wrong on the way to the index."""
+"""The errors of routes that ask the index."""
 OF_INDEX: dict[str, Any] = {"responses": ASKS_INDEX, "response_model_exclude_unset": True}
 """Options of routes that the index answers: fields that it leaves out are left out here, too."""
 

@@ -1,4 +1,8 @@
-"""The audit log: the newest entries of the audit stream, kept at hand."""
+"""The audit log: the newest entries of the audit stream, kept at hand.
+
+A credential may write under its own names only, but NATS does not read what is written. So an
+entry that speaks for another service than its subject is dropped.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from collections import deque
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.streams import AUDIT
 from kvbm_common.runtime.logs import OncePerKind
-from kvbm_common.wire.admin import Audited, audit_codec
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.admin import Audited, audit_codec, audit_subject
 from kvbm_common.wire.codec import WireError
 
 ENTRIES_MAX = 1000
-"""What one answer can show; the stream keeps more."""
+"""Entries that one answer can show; the stream keeps more."""
 
 _log = OncePerKind(logging.getLogger(__name__))
 
@@ -21,7 +26,12 @@ _log = OncePerKind(logging.getLogger(__name__))
 class AuditLog:
     """Follows the stream as long as `run` runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Metrics) -> None:
+        self._dropped = counters.counter(
+            "kvbm_audit_dropped_total",
+            "Entries of the audit stream that are not shown.",
+            labels=("reason",),
+        )
         self._entries: deque[Audited] = deque(maxlen=ENTRIES_MAX)
 
     async def run(self, bus: Bus) -> None:
@@ -29,10 +39,23 @@ class AuditLog:
         async with bus.event_subscription(spec=AUDIT, subject=AUDIT.subjects[0]) as entries:
             async for batch in entries:
                 for message in batch:
-                    try:
-                        self._entries.append(audit_codec.decode(message.payload))
-                    except WireError as error:
-                        _log.warning(error.kind, f"an entry of the audit stream: {error}")
+                    self._take(message.subject, message.payload)
+
+    def _take(self, subject: str, payload: bytes) -> None:
+        try:
+            entry = audit_codec.decode(payload)
+        except WireError as error:
+            self._drop(error.kind, f"{subject}: {error}")
+            return
+        if subject != audit_subject(entry.kind, entry.host, entry.instance):
+            said = f"{entry.kind} {entry.host} {entry.instance}"
+            self._drop("forged", f"{subject} has an entry of another service: {said[:200]!r}")
+            return
+        self._entries.append(entry)
+
+    def _drop(self, reason: str, text: str) -> None:
+        self._dropped.labels(reason).inc()
+        _log.warning(reason, f"an entry of the audit stream is not shown: {text}")
 
     def newest(self, count: int) -> list[Audited]:
         """Return the newest entries, oldest first."""

@@ -82,7 +82,10 @@ async def events(
             "messages (`unread_messages`, of one event or many) that were not even read. 0: all.",
         ),
     ] = 0,
-    last_event_id: Annotated[str, Header(description="Go on after this one.")] = "",
+    last_event_id: Annotated[
+        str,
+        Header(description="Go on after this one; from the beginning if NATS has lost it."),
+    ] = "",
 ) -> EventStream:
     """Stream events as they come, from now on or from the past; `id` is the stream position."""
     start = _start(since, last_event_id)
@@ -143,7 +146,7 @@ class Sample:
 
     @property
     def owes(self) -> bool:
-        """Whether events were left out that the reader was not informed of."""
+        """Tell whether events were left out that the reader was not informed of."""
         return self._skipped + self._unread > 0
 
     def wait_s(self, now_s: float) -> float:
@@ -201,7 +204,7 @@ async def feed(
         if not sample.position:
             return
         await _pause(sample.wait_s(_now_s()))
-        start = await _behind_the_rest(bus, sample)
+        start = await _after_the_rest(bus, sample)
 
 
 async def _turn(
@@ -248,13 +251,14 @@ def _stream_of(bus: Bus, subject: str) -> StreamSpec:
     return bus.limits.events_of(subject.split(".")[SUBJECT_PREFIX.count(".") + 1])
 
 
-async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
+async def _after_the_rest(bus: Bus, sample: Sample) -> Start:
     """Return the start of the next turn; messages that came meanwhile count as left out."""
     try:
         last = (await ensure_stream(bus, _stream_of(bus, EVERYTHING))).state.last_seq
     except KvbmError:  # NATS is away: the next turn waits for it.
         return sample.position + 1
-    sample.leave_out(max(0, last - sample.position))
+    # A stream that ends before our position is another one: all that it has was left out.
+    sample.leave_out(last - sample.position if last >= sample.position else last)
     return last + 1
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.tier.reasons import MEANINGS
 from kvbm_common.wire.explain import (
     LIST_MAX,
     REQUEST_CHARS_MAX,
@@ -30,7 +31,8 @@ from kvbm_metrics.shell import operations
 from kvbm_metrics.shell.access import may_read
 from kvbm_metrics.shell.admin_api import ASKS
 from kvbm_metrics.shell.fleet import OPERATOR_DEADLINE_S, Fleet
-from kvbm_metrics.shell.state import ApiOf
+from kvbm_metrics.shell.problems import BadQuery
+from kvbm_metrics.shell.state import Api, ApiOf
 
 STEPS_MAX = 32
 """A tier looks through 4,096 kept requests per question; so many questions see them all."""
@@ -38,7 +40,6 @@ STEPS_MAX = 32
 router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)], responses=ASKS)
 
 Token = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{1,64}$")]
-RequestId = Annotated[str, Path(min_length=1, max_length=REQUEST_CHARS_MAX)]
 
 
 class UnknownRequest(KvbmError):
@@ -57,7 +58,7 @@ async def explain_list(
 ) -> ExplainListView:
     """Return the latest lookups of all engines, newest first.
 
-    `reason` is that of the first miss.
+    `reason` is that of the first miss. One that this release does not know must be in an answer.
     """
     request = ExplainListRequest(
         limit=limit, reason=reason or "", engine=engine or "", missed=missed
@@ -77,13 +78,30 @@ async def explain_list(
 
     views = await asyncio.gather(*map(of, await _host_tiers(api.fleet)))
     found = [one for listed in views for one in listed]
+    # A newer tier's own is found, unless that tier is silent.
+    if reason and reason not in MEANINGS and not found and not silent:
+        raise BadQuery("reason", f"no such reason: {reason}; there are {', '.join(MEANINGS)}")
     found.sort(key=lambda one: one.ts_ms, reverse=True)  # Stable: a tier's own order stays.
     return ExplainListView(requests=found[:limit], silent=sorted(silent))
 
 
+@router.get("/explanation", tags=["explain"])
+async def explanation(api: ApiOf, request: Annotated[str, Query(min_length=1)]) -> ExplainView:
+    """Return every kept lookup of a request: where blocks came from, and why others did not.
+
+    `request` is any id that an engine takes, line ends and dots included.
+    """
+    return await _explained(api, request)
+
+
 @router.get("/explain/{request_id:path}", tags=["explain"])
-async def explain(api: ApiOf, request_id: RequestId) -> ExplainView:
-    """Return every kept lookup of a request: where blocks came from, and why others did not."""
+async def explain(api: ApiOf, request_id: Annotated[str, Path(min_length=1)]) -> ExplainView:
+    """Return what `/v1/explanation` does, for ids that can be part of an address."""
+    return await _explained(api, request_id)
+
+
+async def _explained(api: Api, request_id: str) -> ExplainView:
+    request_id = request_id[:REQUEST_CHARS_MAX]  # As it is kept.
     answers, silent = await operations.ask_all(
         api.fleet, await _host_tiers(api.fleet), "explain", ExplainRequest(request=request_id),
         explain_reply,

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from kvbm_metrics.core import series
-from kvbm_metrics.core.collector import FleetView
+from kvbm_metrics.core.fleet_view import FleetView
 from kvbm_metrics.core.models import KvbmView
 from kvbm_metrics.core.series import Block
 
@@ -41,7 +41,7 @@ def render(view: FleetView, values: KvbmView, *, version: str) -> bytes:
 def _kvbm_counters(values: KvbmView) -> bytes:
     """Render KVBM's counters, under their very names.
 
-    The library writes `_total` behind the name of every counter, and KVBM's do not have it. Of a
+    The library writes `_total` after the name of every counter, and KVBM's do not have it. Of a
     metric of unknown type it writes the name as it is, and `untyped`.
     """
     text = generate_latest(FleetCollector(series.kvbm_counters(values), as_unknown=True))

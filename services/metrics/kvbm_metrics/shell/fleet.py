@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -27,9 +27,10 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 
-from kvbm_metrics.core.collector import FleetView, Instance, Totals
+from kvbm_metrics.core.fleet_view import FleetView, Instance
 from kvbm_metrics.core.gone import GoneServices, gone_views
 from kvbm_metrics.core.history import History, lookups_by_host
+from kvbm_metrics.core.kvbm_totals import Totals
 from kvbm_metrics.core.rates import Rates
 from kvbm_metrics.core.recent_models import GoneView, HistoryPoint
 from kvbm_metrics.core.tenant_names import with_names
@@ -191,6 +192,12 @@ class Fleet:
             raise RegistryUnavailable(error)
         return self._records
 
+    async def records_and_lost(self) -> tuple[Sequence[ServiceRecord], list[ServiceRecord]]:
+        """Return all registered instances, and those that went silent; raises as `records`."""
+        lost_before = self._gone.lost(self._clock_s())
+        records = await self.records()
+        return records, self._lost(lost_before, asked_now=records)
+
     async def ask_instance(
         self, record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
     ) -> Reply:
@@ -202,6 +209,8 @@ class Fleet:
         return codec.decode(payload)
 
     async def _collect(self) -> FleetView:
+        # A service may come back, or be lost, while the registry is read: it must not be missing.
+        lost_before = self._gone.lost(self._clock_s())
         registry_error = await self._refresh_records()
         records = self._records  # Other questions may read the registry again meanwhile.
         async with asyncio.TaskGroup() as tasks:
@@ -212,13 +221,17 @@ class Fleet:
             instances=with_names([task.result() for task in asked]),
             connected=self._bus.connected,
             registry_error=registry_error,
-            lost=self._lost(records),
+            lost=self._lost(lost_before, asked_now=records),
         )
 
-    def _lost(self, asked: Sequence[ServiceRecord]) -> list[ServiceRecord]:
+    def _lost(
+        self, before: Iterable[ServiceRecord], asked_now: Iterable[ServiceRecord]
+    ) -> list[ServiceRecord]:
         """Return the services that fell silent, without those that were just asked."""
-        live = {record.key for record in asked}
-        return [one for one in self._gone.lost(self._clock_s()) if one.key not in live]
+        lost = {one.key: one for one in (*before, *self._gone.lost(self._clock_s()))}
+        for record in asked_now:
+            lost.pop(record.key, None)
+        return list(lost.values())
 
     async def _refresh_records(self) -> str:
         """Read the registry; if that fails keep the last entries, and return why."""

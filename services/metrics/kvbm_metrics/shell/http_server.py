@@ -21,13 +21,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 CONNECTIONS_MAX = 256
 """Connections served at the same time; uvicorn answers 503 to more."""
 REQUEST_DEADLINE_S = 5.0
-"""How long a client may take to send a request's headers, again to send its body, and to read
+"""The seconds that a client may take to send a request's headers, again for its body, and to read
 nothing of its answer."""
 CROWDED_DEADLINE_S = 1.0
 """The deadline while all connections are in use: silent clients make room for a probe."""
 TICK_S = 1.0
 STOP_DEADLINE_S = 1
-"""How long answers under way may take after the signal to stop."""
+"""The seconds that answers under way may take after the signal to stop."""
 
 
 class HttpServer(uvicorn.Server):

@@ -59,7 +59,7 @@ class Job:
     errors: dict[str, str] = field(default_factory=dict)
     """`kind.host.instance` → why that instance did not do its part."""
     is_stopping: bool = False
-    """Whether it ends after the step that is under way."""
+    """True: it ends after the step that is under way."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
@@ -44,6 +46,10 @@ from kvbm_metrics.shell.jobs import Job, Progress, Work
 
 PREFETCH_STEP_BLOCKS = 256
 """At 2 MiB a block half a GiB: a disk brings it within the deadline of one request."""
+SETTLE_S = 10.0
+"""The seconds in which a reset takes further rounds: under traffic, blocks arrive without end."""
+ROUND_PAUSE_S = 1.0
+"""The time before a further round of a reset: a write that is under way ends in it."""
 IDLE_TURNS_MAX = 1_000
 """A tier of ten million blocks looks at all of them in a tenth of these turns."""
 
@@ -75,17 +81,28 @@ def targets(
     instance: str | None,
 ) -> list[ServiceRecord]:
     """Return the instances that are meant; raises UnknownInstance when there are none."""
-    found = [
+    found = meant(records, kinds=kinds, host=host, instance=instance)
+    if not found:
+        where = f" {instance or '*'} on {host or '*'}" if host or instance else ""
+        raise UnknownInstance(f"no {' or '.join(kinds)}{where} is registered")
+    return found
+
+
+def meant(
+    records: Sequence[ServiceRecord],
+    *,
+    kinds: Sequence[str],
+    host: str | None,
+    instance: str | None,
+) -> list[ServiceRecord]:
+    """Return the instances of these kinds, of a host or all, with a name or all."""
+    return [
         record
         for record in records
         if record.kind in kinds
         and host in (None, record.host)
         and instance in (None, record.instance)
     ]
-    if not found:
-        where = f" {instance or '*'} on {host or '*'}" if host or instance else ""
-        raise UnknownInstance(f"no {' or '.join(kinds)}{where} is registered")
-    return found
 
 
 def kinds_of(verb: OperatorVerb, given: Mapping[str, Any]) -> list[str]:
@@ -127,13 +144,19 @@ def removing(
 ) -> Work:
     """Return the work of `evict` and `reset`.
 
-    It asks each instance in steps until nothing is left to remove.
+    It asks each instance in steps until nothing is left to remove: a tier before those below it,
+    which take its blocks. Blocks were on their way into a tier when its turn came: `reset` asks all
+    again until a round removes nothing, and counts what they bring as `arrived`.
     """
     parts = [None] if whole.hashes is None else _parts(whole.hashes, STEP_BLOCKS_MAX)
+    order = [*TIER_OF_KIND]
+    downwards = sorted(records, key=lambda one: order.index(one.kind))
 
-    async def work(job: Job) -> AsyncGenerator[Progress, None]:
-        tally: Counter[str] = Counter(removed=0, kept=0, missing=0)
-        for record in records:
+    async def round_of(job: Job, tally: Counter[str]) -> AsyncGenerator[Progress, None]:
+        tally["kept"] = tally["missing"] = 0
+        for record in downwards:
+            if record.key in job.errors:
+                continue
             try:
                 for part in parts:
                     request = msgspec.structs.replace(whole, hashes=part)
@@ -154,7 +177,42 @@ def removing(
                 job.errors[record.key] = _told(error)
                 yield tally  # A job that is stopped ends here.
 
+    async def work(job: Job) -> AsyncGenerator[Progress, None]:
+        tally: Counter[str] = Counter(removed=0, kept=0, missing=0)
+        async for progress in round_of(job, tally):
+            yield progress
+        if verb != "reset":
+            return
+        first, missing = tally["removed"], tally["missing"]
+        tally["arrived"] = 0
+        until_s, removed = time.monotonic() + SETTLE_S, -1
+        while removed != tally["removed"] and time.monotonic() < until_s:
+            await asyncio.sleep(ROUND_PAUSE_S)
+            removed = tally["removed"]
+            async for progress in round_of(job, tally):
+                tally["arrived"], tally["missing"] = tally["removed"] - first, missing
+                yield progress
+
     return work
+
+
+SILENCE = (
+    "lost: it went silent, and what it holds is not removed; tiers that answer are reset. If it is "
+    "gone for good, --host leaves it out, and a metrics service that is restarted forgets it"
+)
+
+
+def with_lost(work: Work, lost: Sequence[ServiceRecord]) -> Work:
+    """Return the work of a reset that fails for instances which went silent: a tier that hangs may
+    come back with what it holds."""
+
+    async def whole(job: Job) -> AsyncGenerator[Progress, None]:
+        job.errors |= {record.key: SILENCE for record in lost}
+        async with contextlib.aclosing(work(job)) as steps:
+            async for progress in steps:
+                yield progress
+
+    return whole
 
 
 def resizing(
@@ -168,16 +226,17 @@ def resizing(
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
         tally: Counter[str] = Counter(slots=0, evicted=0)
         for record in records:
-            more = True
+            more, step = True, request
             while more:
                 try:
-                    reply = await fleet.ask_instance(record, verb, request, _resize)
+                    reply = await fleet.ask_instance(record, verb, step, _resize)
                 except KvbmError as error:
                     job.errors[record.key] = _told(error)
                     yield tally
                     break
                 # Without progress the same step would be repeated without end.
                 more = reply.more and (reply.evicted > 0 or reply.slots != reply.was)
+                step = msgspec.structs.replace(request, goes_on=True)
                 tally["evicted"] += reply.evicted
                 yield tally
             else:
@@ -195,16 +254,19 @@ def prefetching(
 ) -> Work:
     """Return the work of `prefetch`.
 
-    It asks each host tier in steps, until a step finds the end of the run.
+    It asks each host tier in steps, until a step finds the end of the run. Each step names the run
+    from its beginning: a later part would push out an earlier one, without which it is of no use.
     """
-    parts = _parts(_names_of(query), PREFETCH_STEP_BLOCKS)
+    names = _names_of(query)
 
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
         tally: Counter[str] = Counter(blocks=0, filled=0)
         for record in records:
-            for part in parts:
+            before, end, reason = tally["blocks"], 0, ""
+            while end < len(names) and not reason:
+                end = min(end + PREFETCH_STEP_BLOCKS, len(names))
                 request = PrefetchRequest(
-                    hashes=part, deadline_ms=PREFETCH_DEADLINE_MS_MAX, actor=actor
+                    hashes=names[:end], deadline_ms=PREFETCH_DEADLINE_MS_MAX, actor=actor
                 )
                 try:
                     reply = await fleet.ask_instance(record, "prefetch", request, _prefetch)
@@ -212,11 +274,14 @@ def prefetching(
                     job.errors[record.key] = _told(error)
                     yield tally
                     break
-                tally["blocks"] += reply.blocks
+                tally["blocks"] = before + reply.blocks
                 tally["filled"] += reply.filled
+                if reply.blocks < end:
+                    reason = reply.reason or "unknown"
+                    if reason != "not_stored":  # The others are on no tier: there is no more to do.
+                        text = f"{reply.blocks} of {len(names)} blocks are in host memory"
+                        job.errors[record.key] = f"{reason}: {text}"
                 yield tally
-                if reply.blocks < len(part):
-                    break
 
     return work
 

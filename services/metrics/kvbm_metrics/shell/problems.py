@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from kvbm_metrics.core.models import Problem
 
 MEDIA_TYPE = "application/problem+json"
+JSON = "application/json"
 ERRORS_MAX = 10
 """Fields named in one answer; a body can have a million wrong ones."""
 
@@ -88,14 +89,24 @@ def status_of(error: KvbmError) -> HTTPStatus:
     return _STATUS_BY_CODE.get(error.code, HTTPStatus.BAD_GATEWAY)
 
 
-async def _on_invalid(_request: Request, error: Exception) -> Response:
+async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found: Sequence[dict[str, Any]] = error.errors()[:ERRORS_MAX]
     if any(one["type"] == "json_invalid" for one in found):
         return problem_response(HTTPStatus.BAD_REQUEST, "bad_json", "the body is not JSON")
     errors = {_field_of(one["loc"]): str(one["msg"]) for one in found}
+    if any(one["loc"] == ("body",) and one["type"] != "missing" for one in found):
+        errors["body"] = _body_fault(request, errors["body"])
     detail = "; ".join(f"{field}: {text}" for field, text in errors.items())
     return problem_response(HTTPStatus.UNPROCESSABLE_ENTITY, "bad_query", detail, errors=errors)
+
+
+def _body_fault(request: Request, text: str) -> str:
+    """Return what is wrong with a whole body: with another type it was not read as JSON at all."""
+    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if sent == JSON or (sent.startswith("application/") and sent.endswith("+json")):
+        return text
+    return f"send JSON with the header Content-Type: {JSON}"
 
 
 def _field_of(location: Sequence[str | int]) -> str:

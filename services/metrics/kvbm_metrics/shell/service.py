@@ -9,8 +9,8 @@ from importlib.metadata import version
 from kvbm_common.access.http_access import api_access, refuse_open_api
 from kvbm_common.config.settings import Settings
 from kvbm_common.service import process as service
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.http_port import open_listener
-from kvbm_common.service.process import ServiceContext
 from kvbm_common.wire.verbs import StatsReply
 
 from kvbm_metrics.core import history
@@ -37,7 +37,7 @@ async def serve(context: ServiceContext) -> None:
     settings = context.settings
     with open_socket(settings) as listener:
         fleet = Fleet(context.bus, context.registry, context.counters, since_epoch=context.epoch)
-        jobs, audit = Jobs(), AuditLog()
+        jobs, audit = Jobs(), AuditLog(context.counters)
         api = Api(
             fleet=fleet,
             expected=expected_kinds(settings),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 from kvbm_common.access.http_access import Access
+from kvbm_common.runtime.metrics import Metrics
 
 from kvbm_metrics.shell.audit_log import AuditLog
 from kvbm_metrics.shell.fleet import Fleet
@@ -25,7 +26,7 @@ class Api:
     """DYN_KVBM_METRICS."""
     access: Access = field(default_factory=Access)
     jobs: Jobs = field(default_factory=Jobs)
-    audit: AuditLog = field(default_factory=AuditLog)
+    audit: AuditLog = field(default_factory=lambda: AuditLog(Metrics()))
     feeds: set[object] = field(default_factory=set)
     """The open event feeds."""
 

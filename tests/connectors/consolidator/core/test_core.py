@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvbm_common.wire.consolidator import Attach
 from kvbm_common.wire.engine_events import EngineBatch
-from kvbm_common.wire.local import Attach
 from kvbm_connectors.consolidator.core.ended_engines import ENDED_MAX
 from kvbm_connectors.consolidator.core.messages import (
     EngineBatchesReceived,

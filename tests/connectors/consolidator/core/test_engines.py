@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from kvbm_common.wire.consolidator import Attached
 from kvbm_common.wire.events import Cleared
-from kvbm_common.wire.local import Attached, Refused
+from kvbm_common.wire.local import Refused
 from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
@@ -36,6 +37,7 @@ from tests.connectors.consolidator.model import (
     kinds,
     removed,
     stored,
+    whole_of,
 )
 
 OTHER_INCARNATION = "00000000000000bb"
@@ -83,7 +85,7 @@ def test_what_is_held_before_the_epoch_is_announced_with_it() -> None:
     harness.answer(Device())
     harness.batch(0, stored(PROMPT))
     assert harness.events == []
-    assert harness.core.snapshot("sim-0") is None
+    assert whole_of(harness.core.snapshot_pages("sim-0")) is None
     harness.grant()
     assert kinds(harness) == ["cleared", "stored"]
     assert harness.live[0] == set(BLOCKS)
@@ -194,14 +196,14 @@ def test_a_snapshot_says_what_the_events_said(harness: Harness) -> None:
     harness.answer(Device())
     harness.batch(0, stored(PROMPT), stored((7, 7)))
     harness.batch(0, stored((1, 2, 9, 9)), rank=1)
-    snapshot = harness.core.snapshot("sim-0")
+    snapshot = whole_of(harness.core.snapshot_pages("sim-0"))
     assert snapshot is not None
     assert (snapshot.epoch, snapshot.seq) == (1, 3)
     assert {part.rank: {text for run in part.runs for text in run.hashes}
             for part in snapshot.parts} == {
         rank: {block.hex() for block in blocks} for rank, blocks in harness.live.items()
     }  # fmt: skip
-    assert harness.core.snapshot("nobody") is None
+    assert whole_of(harness.core.snapshot_pages("nobody")) is None
 
 
 def test_a_story_names_the_events_of_a_block(harness: Harness) -> None:
@@ -227,7 +229,7 @@ def test_an_engine_without_a_cache_is_listed_with_its_reason() -> None:
     harness.grant()
     assert passing(harness.core) == [("sim-0", "why")]
     assert harness.core.statistics().passing_through == 1
-    assert harness.core.snapshot("sim-0") is not None
+    assert whole_of(harness.core.snapshot_pages("sim-0")) is not None
     harness.send(EngineDetached("sim-0", INCARNATION))
     assert passing(harness.core) == []
     assert harness.core.statistics().passing_through == 0

@@ -211,7 +211,7 @@ def is_settled(harness: Harness) -> bool:
 
 
 def test_an_engine_is_settled_unless_it_waits_for_events(harness: Harness) -> None:
-    """1. The first replay is on its way. 2. It has ended. 3. A batch waits behind a gap."""
+    """1. The first replay is on its way. 2. It has ended. 3. A batch waits after a gap."""
     device = Device()
     for tokens in (PROMPT[:2], PROMPT[:4], PROMPT):
         device.publish(device.store(tokens, len(tokens) // 2 - 1))

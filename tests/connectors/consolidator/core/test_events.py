@@ -1,4 +1,4 @@
-"""Events: blocks behind their parents, and which of the last ones are about a block."""
+"""Events: blocks after their parents, and which of the last ones are about a block."""
 
 from __future__ import annotations
 

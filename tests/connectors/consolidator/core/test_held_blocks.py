@@ -20,7 +20,7 @@ def a_view() -> HeldBlocks:
 
 
 def store(view: HeldBlocks, engine_hash: int) -> bool:
-    """Store one block behind the root: whether it was new."""
+    """Store one block after the root: whether it was new."""
     runs = view.store((engine_hash,), view.hasher.chain(TOKENS[engine_hash]), None)
     assert runs is not None
     return bool(runs)
@@ -49,6 +49,17 @@ def test_a_name_holds_as_often_as_it_was_stored() -> None:
     block, held = view.remove(1)
     assert (block is not None, held) == (True, True)
     view.check()
+
+
+def test_a_parent_that_came_back_stands_before_its_child() -> None:
+    """An engine may evict a parent first, and store it again: the beginning of an epoch has it
+    first."""
+    view = a_view()
+    chain = view.hasher.chain((1, 1, 3, 3))
+    assert view.store((1, 3), chain, None) is not None
+    assert view.remove(1) == (chain[0], True)
+    assert view.store((1,), chain[:1], None) is not None
+    assert [run for _, run in view.block_runs()] == [chain[:1], chain[1:]]
 
 
 def test_a_name_for_two_contents_changes_nothing() -> None:

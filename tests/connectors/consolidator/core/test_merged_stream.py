@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.identity import Namespace, SequenceHash
+from kvbm_common.identity import Namespace, SequenceHash, hash_from_hex
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.engine_events import (
@@ -60,6 +61,7 @@ from tests.connectors.consolidator.model import (
     key,
     removed,
     stored,
+    whole_of,
 )
 
 PROMPT = (1, 2, 3, 4, 5, 6)
@@ -260,10 +262,69 @@ def test_an_engine_that_comes_hears_what_the_tiers_have() -> None:
     host.remove(BLOCKS[2])
     harness.attach()
     assert harness.consolidated.blocks() == set(BLOCKS[:2])
-    snapshot = harness.whole.consolidated.snapshot("sim-0")
+    snapshot = whole_of(harness.whole.consolidated.snapshot_pages("sim-0"))
     assert snapshot is not None
     assert snapshot.parts[0].runs[0].hashes == [block.hex() for block in BLOCKS[:2]]
-    assert harness.whole.consolidated.snapshot("nobody") is None
+    assert whole_of(harness.whole.consolidated.snapshot_pages("nobody")) is None
+
+
+@pytest.mark.parametrize("then", ["it stays away", "it comes back", "the device stores them"])
+def test_a_snapshot_while_a_tier_s_blocks_are_taken_back_has_what_is_published(
+    then: str,
+) -> None:
+    """1. A tier with thirty blocks leaves, and its blocks are removed in parts of four. 2. Between
+    two parts a reader asks for a snapshot. 3. The tier comes back before the other parts, or the
+    engine stores the blocks: no event says so of those that are still published."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach()
+    host, disk = TierModel(harness, "host"), TierModel(harness, "disk")
+    tokens = tuple(range(62))
+    names = chain(tokens)
+    host.store(*names[:30])
+    disk.store(*names[:3])
+    harness.is_patient = True
+    harness.send(TierLeft(host.source, 1))
+    assert len(harness.consolidated.blocks()) > 20, "most removals are still to come"
+    snapshot = whole_of(harness.whole.consolidated.snapshot_pages("sim-0"))
+    assert snapshot is not None
+    runs = [run for part in snapshot.parts for run in part.runs]
+    late = {hash_from_hex(text) for run in runs for text in run.hashes}
+    since = len(harness.consolidated.events)
+    if then == "it comes back":
+        host.begin(2)
+        host.store(*names[:30])
+    elif then == "the device stores them":
+        harness.batch(0, stored(tokens[:60]))
+    harness.go_on()
+    for event in harness.consolidated.events[since:]:
+        if isinstance(event, Stored):
+            late |= {hash_from_hex(text) for run in event.runs for text in run.hashes}
+        elif isinstance(event, Removed):
+            late -= {hash_from_hex(text) for text in event.hashes}
+    assert late == harness.consolidated.blocks()
+
+
+@pytest.mark.parametrize("way", ["into the device", "out of it"])
+def test_a_block_that_moves_before_its_page_is_made_is_in_the_snapshot(way: str) -> None:
+    """No event says that a published block is in the device, too, or only in a tier now."""
+    harness = Harness()
+    harness.attach()
+    host = TierModel(harness, "host")
+    names = chain(PROMPT)
+    host.store(*names)
+    if way == "out of it":
+        harness.batch(0, stored(PROMPT))
+    pages = harness.whole.consolidated.snapshot_pages("sim-0")
+    since = len(harness.consolidated.events)
+    if way == "out of it":
+        harness.batch(1, removed(*(engine_hash(PROMPT[:end]) for end in (2, 4, 6))))
+    else:
+        harness.batch(0, stored(PROMPT))
+    assert len(harness.consolidated.events) == since, "nothing is published"
+    snapshot = whole_of(pages)
+    assert snapshot is not None
+    said = [text for part in snapshot.parts for run in part.runs for text in run.hashes]
+    assert said == [name.hex() for name in names]
 
 
 def test_no_step_says_more_than_some_blocks_of_tiers() -> None:
@@ -293,13 +354,67 @@ def test_no_step_says_more_than_some_blocks_of_tiers() -> None:
     assert (sum(counts), max(counts)) == (3 + 90, 4)
 
 
+def test_events_of_a_tier_do_not_outrun_its_snapshot() -> None:
+    """They wait until it is read: with parts in turns alone more came than may wait, and the
+    snapshot was asked for again without end.
+
+    1. A snapshot of 400 blocks is read in parts of four, a turn each. 2. Three events of the tier
+    come between two turns.
+    """
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach()
+    host = TierModel(harness, "host")
+    names = chain(tuple(range(800)))
+    host.store(*names, lose=True)
+    harness.is_patient = True
+    harness.send(TierStreamLost(host.source))
+    host.answer()
+    turns = 0
+    while harness.whole.consolidated.tiers.behind_count:
+        turns += 1
+        for number in range(3):
+            block = Block(
+                hash=SequenceHash((3 * turns + number).to_bytes(16, "big")),
+                parent=NAMESPACE.root,
+                namespace=NAMESPACE.digest,
+                checksum=0,
+                bytes=1,
+            )
+            harness.send(TierEvents(tuple(host.announcer.stored([block]))))
+        harness.go_on(1)
+    assert turns <= 400 / 4 / 3 + 1
+
+
+def test_an_input_between_two_parts_waits_for_none() -> None:
+    """An engine that was cleared again and again lost its consolidator: each beat paid for a part.
+
+    1. An engine clears its stream, and a tier's thirty blocks are said in parts of four. 2. Inputs
+    come meanwhile: none says a part.
+    """
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach()
+    host = TierModel(harness, "host")
+    names = chain(tuple(range(62)))
+    harness.batch(0, stored((70, 70)))
+    host.store(*names[:30])
+    harness.is_patient = True
+    harness.batch(1, AllBlocksCleared())
+    assert len(harness.consolidated.blocks()) == 4, "the first part is said at once"
+    for number in range(2, 7):
+        harness.send(Tick(offers_open=True))
+        harness.batch(number, stored((70 + number, 70)))
+    assert len(harness.consolidated.blocks() & set(names)) == 4
+    harness.go_on()
+    assert harness.consolidated.blocks() >= set(names[:30])
+
+
 @pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize("way", ["snapshot", "reset"])
 def test_a_child_that_comes_between_the_parts_is_said_behind_its_ancestors(
     way: str, dedup: bool
 ) -> None:
     """1. A tier's thirty blocks are said in parts of four. 2. Meanwhile another tier stores a child
-    of the last one. 3. All ancestors are said before it, and nothing is said twice."""
+    of the last one. 3. All ancestors are published before it, no more than some in a step."""
     harness = Harness(ConsolidatorLimits(tier_blocks_max=4), dedup=dedup)
     harness.attach()
     host, disk = TierModel(harness, "host"), TierModel(harness, "disk")
@@ -316,9 +431,112 @@ def test_a_child_that_comes_between_the_parts_is_said_behind_its_ancestors(
     else:
         harness.batch(1, AllBlocksCleared())
     assert len(harness.consolidated.blocks()) < 9
+    counts = [len(harness.consolidated.blocks())]
     disk.store(names[30], parent=names[29])
+    counts.append(len(harness.consolidated.blocks()))
+    while harness.whole.consolidated.is_going_on:
+        harness.go_on(1)
+        counts.append(len(harness.consolidated.blocks()))
+    assert harness.consolidated.blocks() == set(names)
+    assert max(after - before for before, after in pairwise(counts)) <= 2 * 4
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("way", ["stored", "removed"])
+def test_an_engine_s_block_comes_behind_what_a_tier_has_of_its_ancestors(
+    way: str, dedup: bool
+) -> None:
+    """1. An engine has most of a chain, and a tier all of it, which is published in parts of four.
+    2. Meanwhile the engine stores the last block, or removes it: for the tier it comes after its
+    ancestors."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4), dedup=dedup)
+    harness.attach()
+    host = TierModel(harness, "host")
+    names = chain(tuple(range(64)))
+    host.store(*names[:32], lose=True)
+    harness.batch(0, stored(tuple(range(62 if way == "stored" else 64))))
+    harness.is_patient = True
+    harness.send(TierStreamLost(host.source))
+    host.answer()
+    while not harness.whole.consolidated.tiers.block_count:
+        harness.go_on(1)
+    last = stored(tuple(range(64)), start=31)
+    harness.batch(1, last if way == "stored" else removed(*last.block_hashes))
+    harness.go_on()
+    in_device = names if dedup or way == "stored" else names[:31]
+    expected = {("device", name) for name in in_device}
+    assert harness.consolidated.live[0] == expected | {("host", one) for one in names if not dedup}
+
+
+def test_a_block_behind_a_gap_comes_behind_what_a_tier_has_of_its_ancestors() -> None:
+    """1. A gap hides that an engine still has thirty-one blocks; a tier has them, too. 2. After it
+    the engine stores their child, while the tier's blocks are published again in parts of four."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach(replay=False)
+    host = TierModel(harness, "host")
+    names = chain(tuple(range(64)))
+    harness.batch(0, stored(tuple(range(62))))
+    host.store(*names[:31])
+    harness.is_patient = True
+    harness.batch(2, stored(tuple(range(64)), start=31))
     assert harness.consolidated.blocks() == set(names)
     harness.go_on()
+    assert harness.consolidated.live[0] == {
+        *(("host", name) for name in names[:31]), ("device", names[31])
+    }  # fmt: skip
+
+
+def test_a_parent_that_leaves_the_device_in_the_same_step_is_published_once() -> None:
+    """1. A tier's blocks are read again, one in a step. 2. Meanwhile an engine stores a child of
+    one, and removes the parent: the table is ahead of what is published, which is still right."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=1))
+    harness.attach()
+    host = TierModel(harness, "host")
+    harness.batch(0, stored(PROMPT[:2]))
+    host.store(*chain(tuple(range(1, 17))))
+    harness.is_patient = True
+    harness.send(TierStreamLost(host.source))
+    host.answer()
+    parent, other = engine_hash(PROMPT[:2]), stored((70, 70))
+    child = stored(PROMPT[:4], start=1)
+    harness.batch(1, child, other, removed(*other.block_hashes), removed(parent))
+    harness.go_on()
+    live = harness.consolidated.live[0]
+    assert [tier for tier, block in live if block == BLOCKS[0]] == ["device"]
+
+
+def test_a_child_of_a_block_that_was_put_off_is_published_behind_it() -> None:
+    """1. A tier's blocks are published in parts of four: a chain, and the grandchild of its last
+    block before the end of it. 2. Another tier stores the block between, which is put off. 3. The
+    grandchild has its turn before it, and comes after all of its ancestors."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach()
+    host, disk = TierModel(harness, "host"), TierModel(harness, "disk")
+    names = chain(tuple(range(64)))
+    host.store(*names[:8])
+    host.store(names[31], parent=names[30])
+    host.store(*names[8:30], parent=names[7])
+    harness.is_patient = True
+    harness.batch(0, stored((70, 70)))
+    harness.batch(1, AllBlocksCleared())
+    disk.store(names[30], parent=names[29])
+    harness.go_on()
+    assert harness.consolidated.blocks() == set(names)
+
+
+def test_a_child_behind_a_few_ancestors_is_published_at_once() -> None:
+    """1. Eight blocks of a tier are published in parts of four, the first four at once. 2. Another
+    tier stores a child of the eighth: the four before it and itself are published in that step."""
+    harness = Harness(ConsolidatorLimits(tier_blocks_max=4))
+    harness.attach()
+    host, disk = TierModel(harness, "host"), TierModel(harness, "disk")
+    names = chain(tuple(range(18)))
+    host.store(*names[:8])
+    harness.is_patient = True
+    harness.batch(0, stored((70, 70)))
+    harness.batch(1, AllBlocksCleared())
+    assert harness.consolidated.blocks() == set(names[:4])
+    disk.store(names[8], parent=names[7])
     assert harness.consolidated.blocks() == set(names)
 
 
@@ -491,6 +709,19 @@ def test_routers_hear_of_a_block_when_its_tokens_are_known(
     assert harness.whole.statistics().unnamed_blocks == 2
 
 
+@pytest.mark.parametrize("head", [1, 2])
+def test_a_block_that_waits_for_its_tokens_comes_behind_its_parent(
+    harness: Harness, host: TierModel, head: int
+) -> None:
+    """1. A tier has a part of a chain that no engine has computed. 2. One computes all of it: the
+    part comes between what is before it and what is behind it."""
+    host.store(BLOCKS[head], parent=BLOCKS[head - 1])
+    harness.batch(0, stored(PROMPT))
+    batches = [decode_batch(frame.payload) for frame in harness.whole.router.replay(0, 0)]
+    told = [e.block_hashes for b in batches for e in b.events if isinstance(e, BlockStored)]
+    assert [name for names in told for name in names] == [short_hash(one) for one in BLOCKS]
+
+
 @pytest.mark.parametrize(
     ("dedup", "parent", "child"), [(True, "GPU", "GPU"), (False, "CPU", "GPU")]
 )
@@ -556,7 +787,7 @@ def test_a_router_that_begins_to_listen_hears_the_last_number(harness: Harness) 
 
 def test_a_router_that_comes_too_late_gets_everything() -> None:
     """The buffer holds 2 batches of 9: the answer is cleared and rebuilt, and ends with the last
-    number, so that the stream goes on behind it."""
+    number, so that the stream goes on after it."""
     streams = RouterStreams(TokenNames(), batches_max=2)
     late = Router()
     for number in range(9):
@@ -673,7 +904,7 @@ def order_of(frames: Iterable[Frame]) -> list[int | bytes]:
 
 
 def test_a_replay_of_everything_says_parents_first() -> None:
-    """The parent went and came back, behind its child."""
+    """The parent went and came back, after its child."""
     streams = RouterStreams(TokenNames(), batches_max=1)
     parent, child = BLOCKS[:2]
     streams.learn(NamedBlocks([parent, child], [bytes(8)] * 2))
@@ -734,7 +965,7 @@ class World:
     def __init__(self, *, dedup: bool, tier_blocks_max: int, is_patient: bool) -> None:
         limits = ConsolidatorLimits(lost_after_ms=10**9, tier_blocks_max=tier_blocks_max)
         self.harness = Harness(limits, dedup=dedup)
-        self.harness.is_patient = is_patient
+        self.harness.is_patient, self.harness.parents_first = is_patient, True
         self.harness.attach()
         self.device = Device()
         self.host = TierModel(self.harness, "host")
@@ -854,4 +1085,4 @@ def test_a_stale_epoch_leaves_no_engine_behind(harness: Harness) -> None:
     since = len(harness.consolidated.events)
     harness.send(EpochGranted("sim-9", 9, 4))
     assert kinds(harness, since) == []
-    assert harness.whole.consolidated.snapshot("sim-9") is None
+    assert whole_of(harness.whole.consolidated.snapshot_pages("sim-9")) is None

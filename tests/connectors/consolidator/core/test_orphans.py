@@ -23,7 +23,7 @@ STEPS = st.lists(
 
 
 def event(parent: int, blocks: list[int]) -> BlockStored:
-    """Blocks of one token each, behind a parent."""
+    """Blocks of one token each, after a parent."""
     return BlockStored(
         block_hashes=tuple(blocks), parent=parent, token_ids=(0,) * len(blocks), block_size=1
     )

@@ -135,3 +135,40 @@ async def test_a_first_rank_that_cannot_be_served_is_an_error(context: zmq.async
     async with open_ports() as ports, taken(context, endpoint_of(ports.replays, 0)):
         with pytest.raises(RouterPortTaken, match="KVBM_ROUTER_REPLAY_ENDPOINT"):
             ports.sockets.open(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_no_file_of_a_socket_stays(tmp_path: Path, rank: int) -> None:
+    """Goal: the directory can be removed after a stop; what a newer process has bound stays.
+
+    Method: an open fails for a rank, too: its other port's file goes at once.
+    """
+    events, replays = f"ipc://{tmp_path}/router.sock", f"ipc://{tmp_path}/away/replay.sock"
+    (tmp_path / "away").mkdir()
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+        sockets, newer = (
+            RouterSockets(events, replays, tasks=tasks, counters=Metrics(), asked=_hear)
+            for _ in range(2)
+        )
+        sockets.open(rank)
+        (tmp_path / "away").rename(tmp_path / "kept")
+        with pytest.raises(RouterPortTaken):
+            sockets.open(2)
+        assert endpoint_of(events, 2) not in files_in(tmp_path)
+        (tmp_path / "kept").rename(tmp_path / "away")
+        newer.open(rank)
+        sockets.close()
+        assert len(files_in(tmp_path)) == 2, "they are the newer ones"
+        newer.close()
+    assert files_in(tmp_path) == []
+    sockets.term()
+    newer.term()
+
+
+def files_in(directory: Path) -> list[str]:
+    """Return the endpoints of the sockets below a directory."""
+    return [f"ipc://{path}" for path in directory.rglob("*.sock*")]
+
+
+async def _hear(_message: RouterAsked | RouterJoined) -> None:
+    """Take what a reader asks."""

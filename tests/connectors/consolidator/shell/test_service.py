@@ -19,11 +19,22 @@ import zmq.asyncio
 from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError, RequestFailed
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import SequenceHash, request_extras
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.service.process import serve
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX
+from kvbm_common.wire.consolidator import (
+    Attach,
+    Attached,
+    Detach,
+    FromConsolidator,
+    Offered,
+    OfferedRun,
+    ToConsolidator,
+    from_consolidator,
+    to_consolidator,
+)
 from kvbm_common.wire.engine_events import (
     EngineEvent,
     encode_batch,
@@ -32,21 +43,9 @@ from kvbm_common.wire.engine_events import (
     replayed_frames,
     split_replay_request,
 )
-from kvbm_common.wire.local import (
-    Attach,
-    Attached,
-    Beat,
-    Detach,
-    FromConsolidator,
-    Offered,
-    OfferedRun,
-    Refused,
-    ToConsolidator,
-    from_consolidator,
-    to_consolidator,
-)
+from kvbm_common.wire.index_verbs import DumpReply
+from kvbm_common.wire.local import Beat, Refused
 from kvbm_common.wire.verbs import (
-    DumpReply,
     Offer,
     SnapshotReply,
     StatsReply,
@@ -57,7 +56,7 @@ from kvbm_common.wire.verbs import (
 from kvbm_connectors.consolidator.shell.service import serve_consolidator
 from kvbm_index.shell.service import serve_index
 
-from tests.connectors.consolidator.model import INCARNATION, NAMESPACE, Device, chain
+from tests.connectors.consolidator.model import HASHER, INCARNATION, NAMESPACE, Device, chain
 from tests.waiting import ask_until, wait_until
 
 DEADLINE_S = 10.0
@@ -310,6 +309,21 @@ async def test_what_was_before_us_and_what_gets_lost_is_replayed(
     await engine.publish(engine.device.store((7, 8), 0))
     await wait_agreed(bus, engine)
     await engine.close()
+
+
+async def test_a_generation_that_is_heard_of_late(engine: Engine, bus: Bus) -> None:
+    """1. An engine is reset and stores blocks: they have the names of before.
+    2. Seconds later the consolidator hears of the generation: the index has the new names."""
+    device, prompt = engine.device, (1, 2, 3, 4)
+    await engine.publish(device.store((7, 8), 0))
+    since_us = int(device.clock * 1e6) + 1
+    await engine.publish(device.clear(), device.store(prompt, 0))
+    await engine.publish(device.store((*prompt, 5, 6), 2))
+    await wait_agreed(bus, engine)
+    said = {"generation": "00000000000000f1", "generation_us": since_us}
+    await engine.say(msgspec.structs.replace(engine.attach_message(), **said))
+    named = HASHER.chain((*prompt, 5, 6), extras=request_extras(generation="00000000000000f1"))
+    await wait_for(lambda: held_by_index(bus), set(named))
 
 
 async def test_bad_frames_are_counted_and_harm_nothing(engine: Engine, bus: Bus) -> None:

@@ -15,11 +15,20 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import Joined, Left, RegistryEvent, ServiceRecord
+from kvbm_common.runtime.loop import CoreLoop
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Cleared, Event, Tier, event_codec, event_subject
-from kvbm_connectors.consolidator.core.messages import Input, TierJoined, TierLeft, TierSnapshot
+from kvbm_connectors.consolidator.core.messages import (
+    GoOn,
+    GoOnLater,
+    Input,
+    Tick,
+    TierJoined,
+    TierLeft,
+    TierSnapshot,
+)
 from kvbm_connectors.consolidator.shell.tier_feed import STEP_BLOCKS, TierFeed, in_steps
 
 from tests.libs.helpers import block
@@ -83,6 +92,37 @@ async def test_the_snapshot_is_asked_from_who_speaks(
     finally:
         await registration.revoke()
         await registry.close()
+
+
+class CountingCore:
+    """Asks to go on at its first input; notes the inputs."""
+
+    def __init__(self) -> None:
+        self.taken: list[Input] = []
+
+    def step(self, event: Input, _now_ms: int) -> list[GoOnLater]:
+        self.taken.append(event)
+        return [GoOnLater()] if len(self.taken) == 1 else []
+
+
+async def test_what_waits_goes_before_the_next_part() -> None:
+    """A completion goes before all inputs: many parts in a row would have beats wait for all."""
+    core = CountingCore()
+    loop: CoreLoop[Input, GoOnLater] = CoreLoop(core, lambda _: feed.go_on(), inbox_size=64)
+
+    async def take(event: Input) -> None:
+        await loop.offer(event, deadline_s=5.0)
+
+    context: Any = SimpleNamespace(counters=Metrics())
+    async with asyncio.TaskGroup() as tasks:
+        feed = TierFeed(context, tasks=tasks, take=take, complete=loop.complete)
+        waiting: list[Input] = [Tick(offers_open=bool(number % 2)) for number in range(9)]
+        for event in waiting:
+            await take(event)
+        running = tasks.create_task(loop.run())
+        await loop.wait_idle(deadline_s=5.0)
+        running.cancel()
+    assert core.taken == [*waiting, GoOn()]
 
 
 class Subscriptions:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbm_cli.creds.commands import layout_of, write_all
-from kvbm_cli.creds.nats_config import Layout, places_of
+from kvbm_cli.creds.commands import plan_of, write_all
+from kvbm_cli.creds.nats_config import CredentialPlan, places_of
 from kvbm_common.access.nats_access import NatsAccess, nats_access
 from kvbm_common.access.roles import ADMIN, CONSUMER
 from kvbm_common.errors import BusUnavailable, ConfigError
@@ -34,9 +34,9 @@ HOSTS = {"hosts": ("a", "b")}
 
 def written(directory: Path, **given: object) -> dict[str, str]:
     """Run it; return every credential by its file."""
-    layout = layout_of(directory, given)
-    write_all(directory, layout)
-    return {place.path: (directory / place.path).read_text() for place in places_of(layout)}
+    plan = plan_of(directory, given)
+    write_all(directory, plan)
+    return {place.path: (directory / place.path).read_text() for place in places_of(plan)}
 
 
 def test_a_run_leaves_what_is_there(tmp_path: Path) -> None:
@@ -119,17 +119,17 @@ def is_end_of_start(server: subprocess.Popen[str], line: str) -> bool:
 def test_a_name_that_cannot_be_one(tmp_path: Path, option: str, given: dict[str, object]) -> None:
     """The text names the option."""
     with pytest.raises(ConfigError, match=option):
-        layout_of(tmp_path, given)
+        plan_of(tmp_path, given)
 
 
 def test_an_interrupted_rotation_is_completed(tmp_path: Path) -> None:
     """1. The old keys are noted, a file is not replaced yet. 2. The next run has each key once."""
     before = written(tmp_path, **HOSTS)
-    layout = layout_of(tmp_path, {})
-    write_all(tmp_path, layout, rotate=True)
+    plan = plan_of(tmp_path, {})
+    write_all(tmp_path, plan, rotate=True)
     path, seed = next(iter(before.items()))
     (tmp_path / path).write_text(seed)
-    write_all(tmp_path, layout)
+    write_all(tmp_path, plan)
     configuration = json.loads((tmp_path / "server" / "nats-server.conf").read_text())
     keys = [user["nkey"] for user in configuration["accounts"]["kvbm"]["users"]]
     assert len(keys) == len(set(keys)) == 2 * len(before) - 1
@@ -211,7 +211,7 @@ async def connects(access: NatsAccess) -> bool:
 @pytest.mark.parametrize("wrong", ["a b", "é", "*", "a..b", ".", "-a", "\x1b[2J", "x" * 300])
 @pytest.mark.parametrize("field", ["names", "etcd_names"])
 def test_what_is_no_name_of_a_server_is_refused_by_its_option(field: str, wrong: str) -> None:
-    layout = Layout(hosts=("a",), names=("nats.example", "*.example", "10.0.0.5", "fd00::5"))
-    assert layout.check() == layout
+    plan = CredentialPlan(hosts=("a",), names=("nats.example", "*.example", "10.0.0.5", "fd00::5"))
+    assert plan.check() == plan
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
-        msgspec.structs.replace(layout, **{field: (wrong,)}).check()
+        msgspec.structs.replace(plan, **{field: (wrong,)}).check()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbm_cli.creds.commands import layout_of, write_all
+from kvbm_cli.creds.commands import plan_of, write_all
 from kvbm_cli.creds.zone_config import take_leaf
 from kvbm_common.access import nkeys
 from kvbm_common.errors import ConfigError
@@ -24,7 +24,7 @@ ZONE: dict[str, Any] = {
 
 def written(directory: Path, **given: Any) -> dict[str, Any]:
     """Run it; return the server's configuration."""
-    path = write_all(directory, layout_of(directory, given))
+    path = write_all(directory, plan_of(directory, given))
     configuration: dict[str, Any] = json.loads(path.read_text())
     return configuration
 

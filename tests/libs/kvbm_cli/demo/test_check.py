@@ -15,7 +15,8 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
 from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.events import Cleared, Run, event_codec, event_subject
-from kvbm_common.wire.verbs import HolderDump, SnapshotPart, SnapshotReply, StatsReply
+from kvbm_common.wire.index_verbs import HolderDump
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, StatsReply
 from kvbm_connectors.sim.control import EngineConfig, Stats
 from kvbm_connectors.sim.driver import EngineHandle
 

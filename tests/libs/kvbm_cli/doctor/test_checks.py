@@ -24,6 +24,7 @@ from kvbm_common.runtime.processes import free_port
 from kvbm_disk_tier.shell.own_files import lock_directory
 
 from tests.etcd_server import EtcdServer
+from tests.hung_mount import hung_mount
 
 GB = 10**9
 DISK = DiskFacts(path=Path("/nvme"), free_bytes=9 * GB, direct=True, allocates=True)
@@ -131,6 +132,25 @@ def test_unverified_reads_are_an_operators_choice_that_is_shown(chosen: str) -> 
     assert judged(HEALTHY, settings()) == []
 
 
+def test_an_engine_without_a_cache_is_shown_with_its_reason() -> None:
+    engines = (EngineFacts("vllm-0", 0, "always"), EngineFacts("vllm-1", 0, "", "no prefix cache"))
+    [finding] = judged(dataclasses.replace(HEALTHY, engines=engines))
+    assert (finding.check, finding.level) == ("engines", "better")
+    assert finding.found == "vllm-1 computes without a cache: no prefix cache"
+
+
+def test_ranks_without_a_cache_are_one_finding_for_each_reason() -> None:
+    engines = tuple(
+        EngineFacts("vllm-0", rank, "", reason)
+        for rank, reason in enumerate(["sleep mode", "sleep mode", "", "a diffusion model"])
+    )
+    found = [one.found for one in judged(dataclasses.replace(HEALTHY, engines=engines))]
+    assert found == [
+        "vllm-0 computes without a cache: sleep mode",
+        "vllm-0 computes without a cache: a diffusion model",
+    ]
+
+
 @pytest.mark.parametrize("chosen", ["never", "sampled"])
 def test_an_engine_that_chose_unverified_reads_itself_is_shown(chosen: str) -> None:
     """The services' setting says nothing of what an engine's connector was configured with."""
@@ -147,7 +167,7 @@ def test_an_engine_that_chose_unverified_reads_itself_is_shown(chosen: str) -> N
 async def test_engines_of_this_host_are_those_that_the_admin_api_lists() -> None:
     """Engines of other hosts have a doctor there; without an answer nothing is known."""
     told = [
-        {"host": host, "engine": "vllm-0", "rank": rank, "verify": "never"}
+        {"host": host, "engine": "vllm-0", "rank": rank, "verify": "never", "passes_through": "why"}
         for rank, host in enumerate(("here", "elsewhere"))
     ]
 
@@ -163,7 +183,7 @@ async def test_engines_of_this_host_are_those_that_the_admin_api_lists() -> None
         port = server.sockets[0].getsockname()[1]
         chosen = settings(host="here", metrics_port=port, metrics_bind="127.0.0.1")
         found = await asyncio.to_thread(engines_of, chosen)
-    assert found == (EngineFacts("vllm-0", 0, "never"),)
+    assert found == (EngineFacts("vllm-0", 0, "never", "why"),)
     assert engines_of(settings(host="here", metrics_port=free_port())) == ()
 
 
@@ -223,15 +243,45 @@ def test_stores_of_this_host_that_no_disk_tier_uses_are_named(tmp_path: Path) ->
     in_order = settings(host="node", disk_cache_dirs=f"{first},{second}")
     assert [one.path for one in left_stores(first, in_order)] == [own[0], former]
     assert [one.path for one in left_stores(second, in_order)] == [own[1]]
-    assert [line.split()[0] for line in unused_stores(in_order)] == [str(path) for path in own]
+    assert [line.split()[0] for line in unused_stores(in_order)] == [
+        str(path) for path in (own[0], former, own[1])
+    ]
     [facts] = [dataclasses.replace(DISK, left=left_stores(second, in_order))]
     [finding] = judged(dataclasses.replace(HEALTHY, disks=(facts,)), in_order)
     assert (finding.check, finding.level) == (f"store {own[1]}", "better")
     assert "no disk tier of these settings" in finding.found
     without = settings(host="node", disk_cache_dirs=f"{first},{second}", disk_cache_gb=0)
-    assert sorted(unused_stores(without)) == [
+    assert sorted(line for line in unused_stores(without) if str(former) not in line) == [
         f"{path} is not used: DYN_KVBM_DISK_CACHE_GB is 0" for path in sorted((*own, *used))
     ]
+
+
+def test_a_start_says_that_a_directory_holds_stores_of_another_name(tmp_path: Path) -> None:
+    """Goal: a renamed host does not begin with empty disks in silence."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    store_in(first, "kvbm-old-0")
+    store_in(second, "kvbm-old-0-1")
+    store_in(second, "kvbm-older-0")
+    renamed = settings(host="new", disk_cache_dirs=f"{first},{second}")
+    why = "is not used: it is of another host's name; kvbm doctor says what to do"
+    assert unused_stores(renamed) == [
+        f"{first}/kvbm-old-0 {why}",
+        f"{second}/kvbm-old-0-1 (and 1 more) {why}",
+    ]
+
+
+def test_a_start_names_a_directory_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = store_in(tmp_path / "a", "kvbm-node-0")
+    monkeypatch.setattr("kvbm_cli.doctor.left_stores.LOOK_S", 5.0)
+    with hung_mount(tmp_path / "hung") as hung:
+        directories = f"{hung},{left.parent}"
+        off = settings(host="node", disk_cache_gb=0, disk_cache_dirs=directories)
+        assert unused_stores(off) == [
+            f"{hung} does not answer within 5 s",
+            f"{left} is not used: DYN_KVBM_DISK_CACHE_GB is 0",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -324,8 +374,10 @@ async def test_gather_finds_real_servers_ports_and_disks(
     assert not good.error
     assert bad.error
     assert new == dataclasses.replace(
-        good, path=tmp_path / "new/disk", will_be_made=True, free_bytes=new.free_bytes
-    )
+        good, path=tmp_path / "new/disk", will_be_made=True, free_bytes=new.free_bytes,
+        place=(good.place[0], 0),
+    )  # fmt: skip
+    assert good.is_there
     assert not (tmp_path / "new").exists()
     assert facts.shm_fs == "tmpfs"
     assert {"UCX", "POSIX"} <= set(facts.nixl_plugins)

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 from kvbm_cli.doctor.checks import examine
-from kvbm_cli.doctor.directories import disk_facts
+from kvbm_cli.doctor.directories import disk_facts, silent_directories
 from kvbm_cli.doctor.facts import DiskFacts, Facts
 from kvbm_cli.doctor.gather import gather
 from kvbm_common.config.settings import Settings
 from kvbm_disk_tier.shell.own_files import open_own_directory
+
+from tests.hung_mount import hung_mount
+
+ANSWER_S = 5.0
+"""How long a directory that does not hang may take on a busy machine."""
 
 
 def opens(path: Path) -> bool:
@@ -147,3 +152,28 @@ def test_room_of_a_host_does_not_include_stores_of_a_host_with_a_longer_name(
     own = sum(path.stat().st_blocks * 512 for path in (tmp_path / "kvbm-h-0").iterdir())
     assert own > 100_000
     assert looked_at(tmp_path).own_bytes == own
+
+
+def test_a_directory_that_hangs_is_named_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: the doctor ends, and says of two directories which one does not answer."""
+    good = tmp_path / "good"
+    monkeypatch.setattr("kvbm_cli.disk_stores.LOOK_S", 0.2)
+    monkeypatch.setattr("kvbm_cli.doctor.gather.LOOK_S", ANSWER_S)
+    with hung_mount(tmp_path / "hung") as hung:
+        facts, settings = gathered(tmp_path, hung, good)
+        lines = {one.check: one for one in examine(facts, settings)}
+        assert lines[f"disk {good}"].level == "ok"
+        assert lines[f"disk {hung}"].level == "wrong"
+        assert lines[f"disk {hung}"].found == f"it does not answer within {ANSWER_S:.0f} s"
+        assert "DYN_KVBM_DISK_CACHE_DIR" in lines[f"disk {hung}"].advice
+
+
+def test_a_directory_that_every_look_needs_is_named_where_it_hangs(tmp_path: Path) -> None:
+    with hung_mount(tmp_path / "hung") as hung:
+        texts = {"state_dir": hung, "runtime_dir": tmp_path, "creds_dir": tmp_path}
+        [finding] = silent_directories(Settings.load({}, texts), within_s=ANSWER_S)
+    assert (finding.check, finding.level) == (f"directory {hung}", "wrong")
+    assert "KVBM_STATE_DIR" in finding.advice
+    assert silent_directories(Settings.load({}, texts), within_s=ANSWER_S) == []

@@ -17,6 +17,7 @@ from kvbm_common.cuda.runtime import CudaUnavailable, CupyRuntime
 from benchmarks import gpu, gpu_tables
 from tests.gpu.fake_runtime import FakeRuntime
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
 ROOT = Path(__file__).parents[4]
 
 

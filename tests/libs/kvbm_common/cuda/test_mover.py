@@ -189,14 +189,14 @@ def test_a_late_copy_is_not_settled_before_it_ends(
 def test_what_waits_behind_a_device_that_stands_still_is_late_too(
     memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
 ) -> None:
-    """More jobs than may fly: each is told at its deadline, and those that have not begun are
-    settled then. Their bytes never come."""
+    """More jobs than may be in flight: each is told at its deadline, and those that have not begun
+    are settled then. Their bytes never come."""
     host, device = memory
     runtime = FakeRuntime(moves=False)
     mover = make(runtime, movers)
-    flying = [mover.move(pieces(host, device, 64, 1), deadline_s=DEADLINE_S)
+    in_flight = [mover.move(pieces(host, device, 64, 1), deadline_s=DEADLINE_S)
               for _ in range(WAVES_IN_FLIGHT)]  # fmt: skip
-    wait_for(flying[-1].running)
+    wait_for(in_flight[-1].running)
     late = [mover.move(pieces(host, device, 64, 4), deadline_s=0.01) for _ in range(3)]
     for job in late:
         with pytest.raises(TransferTimeout, match="in the queue") as raised:
@@ -204,7 +204,7 @@ def test_what_waits_behind_a_device_that_stands_still_is_late_too(
         assert raised.value.settling is not None
         raised.value.settling.result(DEADLINE_S)
     runtime.moves = True
-    for job in flying:
+    for job in in_flight:
         job.result(DEADLINE_S)
     assert not device[64:].any()
 
@@ -250,7 +250,7 @@ def test_a_job_that_cannot_be_divided_is_the_only_one_that_fails(
 def test_a_closed_mover_says_so(
     memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
 ) -> None:
-    """What flies, what waits, and what comes after the end."""
+    """What is in flight, what waits, and what comes after the end."""
     host, device = memory
     runtime = FakeRuntime(moves=False)
     mover = make(runtime, movers)

@@ -32,6 +32,7 @@ from benchmarks.pieces import device_spans, slot_spans
 from tests.gpu.fake_runtime import FakeRuntime
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
 DEADLINE_S = 10.0
 LAYERS, BLOCKS, PIECE = 3, 6, 512
 BLOCK_BYTES = LAYERS * PIECE
@@ -174,7 +175,7 @@ def test_a_workers_memory_stays_open_while_it_is_read(
 def test_the_arena_is_pinned_with_the_first_worker(
     runtime: FakeRuntime, arena: Arena, puller: DevicePuller
 ) -> None:
-    """Once, and given back behind the last copy."""
+    """Once, and given back after the last copy."""
     assert runtime.registered == {}
     for name in ("ada", "bob"):
         puller.attach(name, export(runtime, Cache(runtime).regions))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.eviction_loads import LOADS
 
 BARS = {"prefix": 0.005, "adaptive": 0.02}
 QUICK = ("chat", "agents", "documents", "a loop", "a shift", "strangers")
+SEEDS = int(os.environ.get("KVBM_TEST_EVICTION_SEEDS", "3"))
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
@@ -74,7 +76,7 @@ def test_the_same_again() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LOADS)
-@pytest.mark.parametrize("seed", [11, 12, 13])
+@pytest.mark.parametrize("seed", range(11, 11 + SEEDS))
 def test_the_whole_matrix(name: str, seed: int) -> None:
     """Every load at every capacity, longer."""
     assert not list(cases(requests_of(LOADS[name](4000, seed)), SHARES, *BARS))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.eviction import Lfu
+from kvbm_common.eviction import Lfu, sketch
 from kvbm_common.eviction.duel import GHOSTS_MAX, Duel
 from kvbm_common.eviction.reuse_curves import (
     BUCKETS,
@@ -17,8 +19,10 @@ from kvbm_common.eviction.reuse_curves import (
     worth_of,
 )
 from kvbm_common.eviction.sketch import PLACES_MIN, PLACES_PER_USE, Sketch, mix
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import BlockColumns
 
-from tests.libs.helpers import name, names
+from tests.libs.helpers import block, largest_table, name, names
 
 
 def test_lfu_keeps_what_is_used_often() -> None:
@@ -45,6 +49,78 @@ def test_lfu_forgets_old_fame() -> None:
     assert lfu.victims(2) == names(1, 9)
 
 
+class PlainLfu:
+    """What `lfu` does, with a list and without any haste."""
+
+    def __init__(self, former: list[SequenceHash]) -> None:
+        self.uses = dict.fromkeys(former, 1)
+        self.key = dict.fromkeys(former, 1)
+        self.free = list(former)
+        """In the order in which they were freed, or used while they were free."""
+        self.age = 0
+
+    def touch(self, block: SequenceHash) -> None:
+        self.uses[block] += 1
+        self.key[block] = self.uses[block] + self.age
+        if block in self.free:
+            self.free.remove(block)
+            self.free.append(block)
+
+    def forget(self, block: SequenceHash) -> None:
+        self.free.remove(block)
+        del self.uses[block]
+        self.age = max(self.age, self.key.pop(block))
+
+    def victims(self) -> list[SequenceHash]:
+        return sorted(self.free, key=self.key.__getitem__)
+
+
+@given(
+    former=st.integers(0, 6),
+    moves=st.lists(
+        st.tuples(
+            st.sampled_from(["admit", "touch", "hold", "free", "forget"]),
+            st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True),
+        ),
+        max_size=40,
+    ),
+)
+@settings(deadline=None)
+def test_lfu_is_what_lists_would_do(former: int, moves: list[tuple[str, list[int]]]) -> None:
+    """Any calls, of runs of blocks, after a former life of some blocks."""
+    columns = BlockColumns.of({number: block(number) for number in range(1, former + 1)})
+    lfu, plain = Lfu(), PlainLfu(columns.leaves_first())
+    lfu.fill(columns)
+    for what, numbers in moves:
+        chosen = names(*numbers)
+        held = [one for one in chosen if one in plain.uses and one not in plain.free]
+        free = [one for one in chosen if one in plain.free]
+        match what:
+            case "admit":
+                new = [one for one in chosen if one not in plain.uses]
+                lfu.admit_all(new, [name(0)] * len(new))
+                for one in new:
+                    plain.uses[one], plain.key[one] = 1, 1 + plain.age
+                plain.free += reversed(new)
+            case "touch":
+                here = [one for one in chosen if one in plain.uses]
+                lfu.touch_all(here)
+                for one in here:
+                    plain.touch(one)
+            case "hold":
+                lfu.hold_all(free)
+                plain.free = [one for one in plain.free if one not in free]
+            case "free":
+                lfu.free_all(held)
+                plain.free += held
+            case "forget":
+                for one in free:
+                    lfu.forget(one)
+                    plain.forget(one)
+        assert lfu.victims(99) == plain.victims()
+        assert len(lfu) == len(plain.free)
+
+
 def test_a_sketch_counts_names() -> None:
     """Seven hundred names, each as often as its number says; nothing is counted too low."""
     sketch = Sketch(0)
@@ -64,6 +140,55 @@ def test_a_sketch_forgets() -> None:
         sketch.add(mix(name(number)))
     assert before == 8
     assert sketch.add(mix(name(1))) == 5
+
+
+class PlainSketch:
+    """The same sketch in one table, which grows and is halved at once."""
+
+    def __init__(self, places_max: int) -> None:
+        self.table, self.places_max, self.added = bytearray(sketch.PLACES_FIRST), places_max, 0
+
+    def add(self, word: int) -> int:
+        places = {word % len(self.table), (word >> 32) % len(self.table)}
+        count = min(self.table[place] for place in places)
+        for place in places:
+            self.table[place] = max(self.table[place], count + 1)
+        self.added += 1
+        wanted = self.added * sketch.GROW_PER_USE
+        if wanted < len(self.table):
+            return count + 1
+        if len(self.table) < self.places_max:
+            while len(self.table) <= wanted and len(self.table) < self.places_max:
+                self.table *= min(sketch.GROWTH, self.places_max // len(self.table))
+        elif self.added * sketch.PLACES_PER_USE >= len(self.table):
+            self.added, self.table = 0, self.table.translate(sketch.HALVED)
+        return count + 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sketch_in_pages_counts_as_one_table(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the same counts, however often the table has grown or was halved meanwhile."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(sketch, "PAGE_BITS", 2)
+    monkeypatch.setattr(sketch, "PAGE", 4)
+    monkeypatch.setattr(sketch, "PLACES_FIRST", 8)
+    monkeypatch.setattr(sketch, "PLACES_MIN", 128)
+    monkeypatch.setattr(sketch, "GROWTH", rng.choice([2, 4]))
+    monkeypatch.setattr(sketch, "GROW_PER_USE", rng.choice([1, 4]))
+    monkeypatch.setattr(sketch, "PLACES_PER_USE", rng.choice([1, 2]))
+    paged, plain = Sketch(0), PlainSketch(128)
+    words = [rng.getrandbits(64) for _ in range(60)]
+    for _ in range(700):
+        word = rng.choice(words[: rng.randint(1, 60)])
+        assert paged.add(word) == plain.add(word)
+
+
+def test_no_page_of_a_sketch_is_large() -> None:
+    """64 MiB were copied at once when the table grew, or was halved, for 50 to 100 ms."""
+    counts = Sketch(1_000_000)
+    for number in range(20_000):
+        counts.add(mix(name(number)))
+    assert largest_table(counts, (bytes, bytearray)) <= 4_096
 
 
 @given(st.integers(0, 10**8))

@@ -80,7 +80,7 @@ def test_every_byte_is_taken_before_the_arena_is_there(shm_dir: Path, huge: bool
     assert free_bytes(shm_dir) == ROOM
 
 
-def test_a_roster_is_taken_whole(shm_dir: Path) -> None:
+def test_a_committed_table_is_taken_whole(shm_dir: Path) -> None:
     """Goal: a full file system ends no engine that looks a block up."""
     table = CommittedTable.create(str(shm_dir / "a"), slot_count=10_000, epoch=1)
     status = (shm_dir / f"a{SUFFIX}").stat()

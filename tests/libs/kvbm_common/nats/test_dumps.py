@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from kvbm_common.nats.dumps import DumpIncomplete, DumpMoved, ask_dump
-from kvbm_common.wire.verbs import DumpReply, DumpRequest, HolderDump
+from kvbm_common.wire.index_verbs import DumpReply, DumpRequest, HolderDump
 
 
 def told(source: str, seq: int, *hashes: str) -> HolderDump:

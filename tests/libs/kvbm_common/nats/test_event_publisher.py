@@ -73,7 +73,7 @@ async def test_full_outbox_keeps_the_last_event_of_each_source(
 
 
 async def test_oversized_event_is_dropped_alone(bus: Bus) -> None:
-    """Goal: an event that the server will never take does not hold up those behind it."""
+    """Goal: an event that the server will never take does not hold up those after it."""
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:
         put(publisher, 1, 1)
         huge = bytes(9 * 1024 * 1024)
@@ -111,7 +111,7 @@ async def test_an_event_on_no_subject_is_dropped_alone(bus: Bus, name: str) -> N
 async def test_a_lost_acknowledgement_is_missed_while_the_source_talks_on(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Goal: nothing waits behind it for a pause of the source. Method: a message asks for none."""
+    """Goal: nothing waits after it for a pause of the source. Method: a message asks for none."""
     monkeypatch.setattr(event_publisher, "ACK_DEADLINE_S", 0.1)
     send, sent = bus.publish_raw, count(1)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import msgspec
 import pytest
-from kvbm_common.nats.bus import Bus, EventPublisher
+from kvbm_common.nats.bus import Bus, EventPublisher, EventSubscription
+from kvbm_common.nats.consumers import Resume, Start
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.jetstream import call_api, ensure_stream
 from kvbm_common.nats.streams import EVENTS
 
 from tests.libs.kvbm_common.nats.speaking import DEADLINE_S, publishing, put, read
@@ -51,6 +55,29 @@ async def test_subscription_starts_where_it_is_told(bus: Bus) -> None:
             await news.wait_caught_up(deadline_s=DEADLINE_S)
             put(publisher, 6, 7)
             assert await waiting == [6, 7]
+
+
+async def test_a_start_beyond_the_stream_is_of_another_stream(bus: Bus) -> None:
+    """Goal: a position from before NATS lost its store makes no reader deaf.
+
+    1. The stream has 5 messages. 2. A start at 202 reads all of them, and the reader is told.
+    3. A start at 6 is the next message of this stream: nothing is lost.
+    """
+    lost: list[str] = []
+    async with publishing(bus) as publisher:
+        put(publisher, 1, 5)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        async with (
+            bus.event_subscription(start=202, on_stream_lost=lambda: lost.append("202")) as before,
+            bus.event_subscription(start=6, on_stream_lost=lambda: lost.append("6")) as following,
+        ):
+            waiting = asyncio.create_task(read(following, 6))
+            assert await read(before, 5) == [1, 2, 3, 4, 5]
+            await following.wait_caught_up(deadline_s=DEADLINE_S)
+            put(publisher, 6, 6)
+            assert await waiting == [6]
+            assert await read(before, 6) == [6]
+    assert lost == ["202"]
 
 
 async def test_nothing_is_lost_when_nats_is_killed(bus: Bus, nats_server: NatsServer) -> None:
@@ -110,8 +137,6 @@ async def test_deleted_stream_is_made_again(bus: Bus) -> None:
 
 async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
     """Goal: NATS comes back with an empty store, and its sequences start again from 1."""
-    import shutil
-
     lost: list[str] = []
     reading = bus.event_subscription(on_stream_lost=lambda: lost.append("stream"))
     async with publishing(bus) as publisher, reading as subscription:
@@ -126,10 +151,59 @@ async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
         assert lost == ["stream"]
 
 
+async def test_a_lost_store_is_noticed_from_every_start(bus: Bus, nats_server: NatsServer) -> None:
+    """Goal: no reader waits for positions of the lost stream, whatever it was started with.
+
+    1. Readers of all and of a part, as index, tiers, consolidator, feed and tail have them. 2. The
+    store is lost under them. 3. Each is told once, and hears the new stream. 4. So does a reader
+    that was away meanwhile, and goes on after its position.
+    """
+    part = "kvbm.v1.events.h.*.*"
+    lost: list[str] = []
+    async with publishing(bus) as publisher, AsyncExitStack() as stack:
+        put(publisher, 1, 5)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        created = (await ensure_stream(bus, EVENTS)).created
+        starts: dict[str, tuple[Start, str]] = {
+            "index": (Resume(created, 3), EVENTS.subjects[0]),
+            "tier": ("new", part),
+            "consolidator": ("last_per_subject", part),
+            "feed": (4, EVENTS.subjects[0]),
+            "feed of a host": (4, part),
+            "tail": (created, EVENTS.subjects[0]),
+        }
+
+        async def begin(name: str) -> EventSubscription:
+            start, subject = starts[name]
+            told = partial(lost.append, name)
+            reading = bus.event_subscription(start=start, subject=subject, on_stream_lost=told)
+            return await stack.enter_async_context(reading)
+
+        readers = [await begin(name) for name in starts]
+        waiting = [asyncio.create_task(read(reader, 6)) for reader in readers]
+        for reader in readers:
+            await reader.wait_caught_up(deadline_s=DEADLINE_S)
+        put(publisher, 6, 6)
+        assert all(seen[-1] == 6 for seen in await asyncio.gather(*waiting))
+        await publisher.flush(deadline_s=DEADLINE_S)
+        assert lost == []
+        nats_server.kill()
+        shutil.rmtree(nats_server.directory / "jetstream")
+        await nats_server.start()
+        put(publisher, 7, 8)
+        heard = await asyncio.gather(*(read(reader, 8) for reader in readers))
+        assert all(seen in ([7, 8], [8]) for seen in heard), heard
+        assert sorted(lost) == sorted(starts)
+        starts = {"index": (Resume(created, 6), EVENTS.subjects[0]), "feed of a host": (7, part)}
+        readers = [await begin(name) for name in starts]
+        assert [await read(reader, 8) for reader in readers] == [[7, 8]] * 2
+        assert sorted(lost[-2:]) == ["feed of a host", "index"]
+
+
 async def test_a_slow_reader_is_told_what_the_stream_has_dropped(bus: Bus) -> None:
     """1. The reader pauses. 2. The stream drops what the server has not sent yet. 3. It reads on.
 
-    Told between the last message before the hole and the first one behind it.
+    Told between the last message before the hole and the first one after it.
     """
     small = replace(EVENTS, name="SMALL", subjects=("small.>",), bytes_max=4 * 1024 * 1024)
     seen: list[int] = []

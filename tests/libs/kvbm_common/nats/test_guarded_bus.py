@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.security.operator_mode import write_operator
 from tests.waiting import wait_until
 
 SOON_S = 3.0
+RUN_S = 60.0
+"""A process starts in a second; a busy machine has more."""
 REFUSED_S = 1.0
 """A refusal is tried again until then: a first one comes within milliseconds."""
 EVENT_COUNT = 3_000
@@ -258,3 +261,31 @@ async def test_a_library_without_the_moment_gets_no_credentials(
     monkeypatch.setattr(DirectClient, "_connect_command", Client._connect_command)
     async with serving(tmp_path) as server:
         assert "nats-py is another one" in await refused(server.url)
+
+
+async def test_the_end_of_an_encrypted_connection_is_no_warning(
+    tmp_path: Path, authority: Path
+) -> None:
+    """Goal: an operator does not read asyncio's line of a command without logs; others are written.
+
+    Method: such a process connects and leaves.
+    """
+    async with serving(tmp_path, **server_tls(authority)) as server:
+        access = by_tls(server, authority)
+        code = (
+            "import asyncio, logging, pathlib\n"
+            "from kvbm_common.access.nats_access import NatsAccess\n"
+            "from kvbm_common.access.tls import TlsFiles\n"
+            "from kvbm_common.nats.bus import Bus\n"
+            "async def main():\n"
+            f"    tls = TlsFiles(pathlib.Path({str(access.tls.ca)!r}))\n"
+            f"    to = NatsAccess(servers={access.servers!r}, tls=tls, wants_tls=True)\n"
+            "    await (await Bus.connect(to, 'test')).close()\n"
+            "    logging.getLogger('asyncio').warning('news')\n"
+            "asyncio.run(main())\n"
+        )
+        made = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asyncio.wait_for(made.communicate(), RUN_S)
+    assert (made.returncode, said.decode()) == (0, "news\n")

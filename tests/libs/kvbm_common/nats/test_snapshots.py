@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from kvbm_common.nats.snapshots import (
     KEPT_MAX,
     PAGE_BYTES,
-    Page,
-    Pages,
     SnapshotGone,
     SnapshotPages,
     ask_snapshot,
     joined,
     pages_of,
 )
-from kvbm_common.tier.announcer import PAGE_BLOCKS, Announcer
+from kvbm_common.tier.announcer import PAGE_BLOCKS, Announcer, Page, Pages
 from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, SnapshotRequest

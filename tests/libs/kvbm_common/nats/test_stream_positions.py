@@ -11,9 +11,9 @@ from kvbm_common.nats.stream_positions import (
     ConsumerInfo,
     Horizon,
     _Delivered,
-    alike_positions,
+    columns_of,
+    columns_of_alike,
     positions_of,
-    several_positions,
 )
 
 NUMBERS = st.tuples(*[st.integers(0, 10**12)] * 3)
@@ -27,25 +27,25 @@ def test_the_columns_are_what_each_says(placed: list[tuple[int, int, int]], doma
         f"$JS.ACK.{front}S.consumer.1.{stream}.{consumer}.1763799999999999999.{pending}{behind}"
         for stream, consumer, pending in placed
     ]
-    columns = several_positions(replies)
+    columns = columns_of(replies)
     assert columns is not None
     assert list(zip(*columns, strict=True)) == list(map(positions_of, replies)) == placed
     alike = len(placed) > 1 and not domain
-    assert alike_positions(replies) == (columns if alike else None)
+    assert columns_of_alike(replies) == (columns if alike else None)
 
 
 @pytest.mark.parametrize("odd", ["$JS.ACK.S.c.1.2.3.4", "$JS.ACK.hub.A.S.c.1.2.3.4.5.x"])
 def test_of_several_forms_no_columns_are_made(odd: str) -> None:
-    assert several_positions(["$JS.ACK.S.c.1.2.3.4.5", odd]) is None
+    assert columns_of(["$JS.ACK.S.c.1.2.3.4.5", odd]) is None
 
 
 def test_a_reply_that_is_another_consumers_or_none_is_seen() -> None:
     """1. Two of one consumer. 2. Another consumer's, no event, and one number too few."""
     replies = [f"$JS.ACK.hub.A.S.c.1.{at}.{at}.5.0" for at in (7, 8)]
-    assert alike_positions(replies) == ([7, 8], [7, 8], [0, 0])
+    assert columns_of_alike(replies) == ([7, 8], [7, 8], [0, 0])
     for odd in ("$JS.ACK.hub.A.S.d.1.9.9.5.0", "$JS.FC.S.c.1", "", "$JS.ACK.hub.A.S.c.1.9.9.5"):
-        assert alike_positions([*replies, odd]) is None
-        assert alike_positions([odd, *replies]) is None
+        assert columns_of_alike([*replies, odd]) is None
+        assert columns_of_alike([odd, *replies]) is None
 
 
 class Reading(RuleBasedStateMachine):
@@ -105,7 +105,7 @@ class Reading(RuleBasedStateMachine):
         consumer = ConsumerInfo(len(self.pending), _Delivered(self.count))
         for what in between:
             self._do(what)
-        told = self.horizon.look(consumer, self.state, position=position, taken=self.taken)
+        told = self.horizon.advance(consumer, self.state, position=position, taken=self.taken)
         assert told or not self.owed, "a loss was not told"
         self.owed.clear()
 
@@ -135,22 +135,22 @@ def test_who_keeps_up_is_told_of_nothing() -> None:
     horizon.begin(0, StreamState(1, 0))
     idle = ConsumerInfo(0, _Delivered(1))
     told = [
-        horizon.look(idle, StreamState(max(1, last - 19), last), position=1, taken=1)
+        horizon.advance(idle, StreamState(max(1, last - 19), last), position=1, taken=1)
         for last in range(10, 200, 10)
     ]
     assert not any(told)
-    assert horizon.look(idle, StreamState(1000, 1014), position=1, taken=1), "all was replaced"
+    assert horizon.advance(idle, StreamState(1000, 1014), position=1, taken=1), "all was replaced"
 
 
 def test_a_stream_that_was_empty_has_dropped_nothing() -> None:
     """It says 0 for its first message until it has one, which is 1."""
     horizon = Horizon()
     horizon.begin(-1, StreamState(0, 0))
-    assert not horizon.look(ConsumerInfo(), StreamState(1, 1), position=0, taken=0)
+    assert not horizon.advance(ConsumerInfo(), StreamState(1, 1), position=0, taken=0)
 
 
 def test_what_is_still_on_its_way_is_not_certain() -> None:
     horizon = Horizon()
     horizon.begin(0, StreamState(1, 5))
-    horizon.look(ConsumerInfo(0, _Delivered(2)), StreamState(1, 5), position=1, taken=1)
+    horizon.advance(ConsumerInfo(0, _Delivered(2)), StreamState(1, 5), position=1, taken=1)
     assert horizon.certain == 1

@@ -13,7 +13,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.jetstream import JetStreamError, call_api, publish_acknowledged
 from kvbm_common.nats.stream_setup import set_up_streams
-from kvbm_common.nats.streams import EVENTS, IMAGES, STREAMS, StreamLimits
+from kvbm_common.nats.streams import AUDIT, EVENTS, IMAGES, REGISTRY, STREAMS, StreamLimits
 
 from tests.nats_cluster import NatsCluster
 from tests.waiting import ask_until
@@ -67,6 +67,31 @@ async def test_duplicates_are_known_no_longer_than_events_are_kept(bus: Bus) -> 
         assert (config["max_age"], config["duplicate_window"]) == (60 * 10**9, 60 * 10**9)
     finally:
         await operator.close()
+
+
+async def test_streams_of_earlier_releases_are_bounded_and_keep_what_fits(bus: Bus) -> None:
+    """1. Audit and registry as releases before made them, with larger messages than the bound.
+    2. They get the bounds. 3. What is there stays. 4. A stream that someone has made larger stays
+    so."""
+    for spec in (AUDIT, REGISTRY):
+        unbounded = replace(spec, message_max=-1, refuses=False)
+        await call_api(bus, f"STREAM.CREATE.{spec.name}", unbounded.as_config())
+        subject = spec.subjects[0][:-1]
+        await publish_acknowledged(bus, spec, f"{subject}large", b"x" * (1 << 20))
+        for _ in range(201):
+            await publish_acknowledged(bus, spec, f"{subject}many", b"x")
+    assert set(await set_up_streams(bus)) == {AUDIT.name, REGISTRY.name}
+    for spec, held in ((AUDIT, 202), (REGISTRY, 2)):
+        found = await described(bus, spec.name)
+        assert found["state"]["messages"] == held, spec.name
+        wanted = spec.as_config()
+        for name in ("discard", "max_msg_size"):
+            assert found["config"][name] == wanted[name], (spec.name, name)
+        with pytest.raises(JetStreamError, match="size"):
+            await publish_acknowledged(bus, spec, f"{spec.subjects[0][:-1]}x", b"x" * (1 << 20))
+    config = (await described(bus, AUDIT.name))["config"]
+    await call_api(bus, f"STREAM.UPDATE.{AUDIT.name}", config | {"max_bytes": 1 << 30})
+    assert await set_up_streams(bus) == []
 
 
 async def test_one_server_cannot_keep_three_replicas(bus: Bus) -> None:

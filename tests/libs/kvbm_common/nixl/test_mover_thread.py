@@ -386,19 +386,19 @@ class TestFiles:
         assert short.value.settled
 
     @pytest.mark.parametrize("blocks", [1, 4])
-    def test_so_many_bytes_of_files_fly_and_the_rest_waits(
+    def test_so_many_bytes_of_files_are_in_flight_and_the_rest_waits(
         self, files: MoverThread, memory: Memory, fd: int, blocks: int
     ) -> None:
-        """Goal: as much as fits, never more; larger than that flies alone; each is followed at
-        once. Method: from inside the mover, see what is in flight whenever one has ended."""
+        """Goal: as much as fits, never more; larger than that is alone in flight; each is followed
+        at once. Method: from inside the mover, see what is in flight whenever one has ended."""
         os.posix_fallocate(fd, 0, SIZE)
         files.register_file(fd, SIZE).result(LIMIT_S)
         files.limit_files(read_bytes=BLOCK, written_bytes=2 * BLOCK).result(LIMIT_S)
-        flying: list[tuple[int, int]] = []
+        seen: list[tuple[int, int]] = []
 
         def note(_: Future[Transferred]) -> None:
             now = files.statistics()
-            flying.append((now.in_flight, now.waiting))
+            seen.append((now.in_flight, now.waiting))
 
         futures = []
         for start in range(0, 32, blocks):
@@ -408,8 +408,8 @@ class TestFiles:
             futures.append(future)
         wait(futures, LIMIT_S)
         most = 2 if blocks == 1 else 1
-        assert max(in_flight for in_flight, _ in flying) <= most
-        followed = [in_flight > 0 for in_flight, waiting in flying if waiting]
+        assert max(in_flight for in_flight, _ in seen) <= most
+        followed = [in_flight > 0 for in_flight, waiting in seen if waiting]
         assert all(followed), "who hears of an end finds the next one in flight"
 
     @pytest.mark.parametrize(("overtaken_s", "place"), [(60.0, 1), (-1.0, 2)])
@@ -422,14 +422,17 @@ class TestFiles:
         overtaken_s: float,
         place: int,
     ) -> None:
-        """One of each direction flies at a time: the order of their ends is the disk's. Method:
-        four writes and a read are handed over at one moment, from inside the mover, when the write
-        before them has ended."""
+        """One of each direction is in flight at a time: the order of their ends is the disk's.
+
+        Method: four writes and a read are handed over at one moment, from inside the mover, when
+        the write before them has ended."""
         monkeypatch.setattr(transfer_queue, "OVERTAKEN_S", overtaken_s)
         started: list[str] = []
+        is_awaited = threading.Event()
         start = pump.Pump._start
 
         def note(pump: pump.Pump, transfer: transfer_queue.Transfer) -> None:
+            assert is_awaited.wait(LIMIT_S)
             started.append(transfer.operation)
             start(pump, transfer)
 
@@ -447,6 +450,7 @@ class TestFiles:
 
         first = files.write_file(fd, memory.blocks([0]), spans(0, [0]), deadline_s=LIMIT_S)
         first.add_done_callback(hand_over)
+        is_awaited.set()
         for _ in range(5):
             assert left.acquire(timeout=LIMIT_S)
         assert started.index("READ") == place
@@ -481,8 +485,8 @@ def test_a_file_that_never_answers_times_out_and_drains(memory: Memory) -> None:
     os.close(write_end)
 
 
-def test_writes_that_fly_leave_reads_their_room(memory: Memory, tmp_path: Path) -> None:
-    """A full pipe stands for a disk that takes its time: the write that flies is all that may."""
+def test_writes_in_flight_leave_reads_their_room(memory: Memory, tmp_path: Path) -> None:
+    """A full pipe stands for a disk that takes its time: the write in flight is all that may."""
     path = tmp_path / "file"
     path.write_bytes(bytes(BLOCK))
     read_end, write_end = os.pipe()

@@ -97,9 +97,9 @@ def test_closing_does_not_wait_for_a_request_that_hangs() -> None:
         where = parameters(f"http://127.0.0.1:{silent.getsockname()[1]}", "bucket")
         mover = MoverThread("objects", backends=("OBJ",), object_params=where)
         target = memory(mover, 0)
-        flying: Future[Transferred] = mover.write_object("a", span(target), deadline_s=0.2)
+        in_flight: Future[Transferred] = mover.write_object("a", span(target), deadline_s=0.2)
         with pytest.raises(TransferTimeout) as failure:
-            flying.result(DEADLINE_S)
+            in_flight.result(DEADLINE_S)
         assert not failure.value.settled
         started_s = time.monotonic()
         mover.close(0.2)

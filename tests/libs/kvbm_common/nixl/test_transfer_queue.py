@@ -30,7 +30,7 @@ def start_all(queue: TransferQueue, now: float = 0.0) -> list[Transfer]:
     """Start what may start; returns it in its order."""
     started: list[Transfer] = []
     while (following := queue.pop(now)) is not None:
-        queue.add_flight(following)
+        queue.note_posted(following)
         started.append(following)
     return started
 
@@ -41,36 +41,36 @@ def test_reads_overtake_writes_that_have_not_waited_long() -> None:
     assert start_all(queue_of(write, later, read), 2 * OVERTAKEN_S) == [write, later, read]
 
 
-def test_bytes_of_each_direction_are_limited_and_one_always_may_fly() -> None:
-    """A read larger than the limit flies alone; another begins when it has ended."""
+def test_bytes_of_each_direction_are_limited_and_one_transfer_may_always_start() -> None:
+    """A read larger than the limit is alone in flight; another begins when it has ended."""
     large, small, write = transfer("READ", 4), transfer("READ"), transfer("WRITE")
     queue = queue_of(large, small, write)
     queue.limit_files(read_bytes=2 * BLOCK, written_bytes=None)
     assert start_all(queue) == [large]
     assert list(queue.waiting) == [small, write]
-    queue.remove_flight(large)
+    queue.note_ended(large)
     assert start_all(queue) == [small, write]
 
 
 def test_a_write_that_waits_for_other_writes_holds_up_no_read() -> None:
     """It is overdue, and its direction is full. Where a read has no room either, nothing starts."""
-    flying, overdue, read, more = (transfer(one) for one in ("WRITE", "WRITE", "READ", "READ"))
-    queue = queue_of(flying, overdue, read, more)
+    in_flight, overdue, read, more = (transfer(one) for one in ("WRITE", "WRITE", "READ", "READ"))
+    queue = queue_of(in_flight, overdue, read, more)
     queue.limit_files(read_bytes=BLOCK, written_bytes=BLOCK)
-    assert start_all(queue, 2 * OVERTAKEN_S) == [flying, read]
-    queue.remove_flight(flying)
+    assert start_all(queue, 2 * OVERTAKEN_S) == [in_flight, read]
+    queue.note_ended(in_flight)
     assert start_all(queue, 2 * OVERTAKEN_S) == [overdue]
 
 
 def test_an_overdue_write_waits_for_room_and_reads_do_not_take_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Five I/Os at most; a read of four flies, an overdue write needs two."""
+    """Five I/Os at most; a read of four is in flight, an overdue write needs two."""
     monkeypatch.setattr(transfer_queue, "POSIX_IO_COUNT_MAX", 5)
-    flying, overdue, read = transfer("READ", 4), transfer("WRITE", 2), transfer("READ")
-    queue = queue_of(flying, overdue, read)
-    assert start_all(queue, 2 * OVERTAKEN_S) == [flying]
-    queue.remove_flight(flying)
+    in_flight, overdue, read = transfer("READ", 4), transfer("WRITE", 2), transfer("READ")
+    queue = queue_of(in_flight, overdue, read)
+    assert start_all(queue, 2 * OVERTAKEN_S) == [in_flight]
+    queue.note_ended(in_flight)
     assert start_all(queue, 2 * OVERTAKEN_S) == [overdue, read]
 
 
@@ -78,12 +78,12 @@ def test_an_overdue_write_waits_for_room_and_reads_do_not_take_it(
 def test_nixl_gets_no_more_than_it_takes(
     monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    """Two transfers of two I/Os each: as many transfers as may fly, or as many I/Os less one."""
+    """Two transfers of two I/Os each: as many as may be in flight, or as many I/Os less one."""
     monkeypatch.setattr(transfer_queue, limit, most)
     first, second, third = (transfer("READ", 2) for _ in range(3))
     queue = queue_of(first, second, third)
     assert start_all(queue) == [first, second]
-    queue.remove_flight(first)
+    queue.note_ended(first)
     assert start_all(queue) == [third]
 
 
@@ -102,5 +102,5 @@ def test_a_draining_transfer_leaves_its_place_but_not_its_bytes(
     second.settling = Future()
     queue.draining += 1
     assert start_all(queue) == []
-    queue.remove_flight(first)
+    queue.note_ended(first)
     assert (queue.draining, start_all(queue)) == (1, [third])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio.sslproto
-import inspect
 import json
 import logging
 import subprocess
@@ -50,19 +48,6 @@ def test_an_exception_is_in_its_line() -> None:
         made.exc_info = sys.exc_info()
     told: Any = json.loads(JsonFormatter("s").format(made))
     assert told["exception"].endswith("ValueError: no")
-
-
-def test_the_end_of_an_encrypted_connection_is_no_warning() -> None:
-    """Asyncio says so at each; what else it says is written."""
-    text = "returning true from eof_received() has no effect when using ssl"
-    assert "returning true from eof_received()" in inspect.getsource(asyncio.sslproto)
-    code = (
-        "import logging; from kvbm_common.runtime import logs; logs.set_up('s-0', 'info');"
-        f"log = logging.getLogger('asyncio'); log.warning({text!r}); log.warning('news')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    [line] = done.stderr.decode().splitlines()
-    assert line.endswith("news")
 
 
 def test_a_process_writes_json_when_it_is_told_to() -> None:

@@ -57,7 +57,7 @@ async def test_plain_effect_answers_at_once() -> None:
 
 
 async def test_async_effect_completes_later() -> None:
-    """Goal: other inputs are served while an effect flies, and its result comes back."""
+    """Goal: other inputs are served while an effect is in flight, and its result comes back."""
     release = asyncio.Event()
 
     async def wait(effect: str) -> str:
@@ -66,15 +66,15 @@ async def test_async_effect_completes_later() -> None:
 
     core, loop = make(wait)
     async with running(loop):
-        await loop.offer("fly!", deadline_s=DEADLINE_S)
+        await loop.offer("slow!", deadline_s=DEADLINE_S)
         await loop.offer("other", deadline_s=DEADLINE_S)
-        await wait_until(lambda: core.seen == ["fly!", "other"])
+        await wait_until(lambda: core.seen == ["slow!", "other"])
         assert loop.in_flight == 1
         with pytest.raises(DeadlineExceeded):
             await loop.wait_idle(deadline_s=0.01)
         release.set()
         await loop.wait_idle(deadline_s=DEADLINE_S)
-    assert core.seen == ["fly!", "other", "landed"]
+    assert core.seen == ["slow!", "other", "landed"]
 
 
 async def test_async_effect_without_result_ends_idle() -> None:
@@ -266,7 +266,7 @@ async def test_effects_in_flight_have_their_turns_before_the_next_step() -> None
 
 
 async def test_a_core_settles_when_no_input_waits() -> None:
-    """Goal: what no answer waits for is done behind the last of the inputs, and carried out."""
+    """Goal: what no answer waits for is done after the last of the inputs, and carried out."""
     core, carried = Recorder(), list[str]()
 
     def settle() -> Sequence[str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import socket
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from kvbm_common.runtime import processes
-from kvbm_common.runtime.processes import free_port
+from kvbm_common.runtime.processes import LockTaken, free_port, remove_own, take_lock
 
 
 @pytest.fixture
@@ -83,3 +85,40 @@ def test_a_row_of_ports_above_one_is_no_other_ones() -> None:
 def numbers(*ports: int) -> Callable[[], int]:
     """The numbers that stand for these ports, in turn."""
     return iter([port - 10_000 for port in ports]).__next__
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: two processes never hold one lock.
+
+    Method: the holder removes its file and ends, between another one's open and lock.
+    """
+    path = tmp_path / "lock"
+    first = take_lock(path)
+    flock = fcntl.flock
+
+    def late(lock: TextIO, operation: int) -> None:
+        if path.exists() and not first.closed:
+            path.unlink()
+            first.close()
+        flock(lock, operation)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with take_lock(path), pytest.raises(LockTaken):
+        take_lock(path)
+
+
+def test_only_an_own_file_is_removed(tmp_path: Path) -> None:
+    """Goal: a process that ends late takes no file from the next one, which has its name."""
+    path = tmp_path / "socket"
+    with path.open("w") as ours:
+        status = path.stat()
+        path.unlink()
+        remove_own(path, status)  # It is gone already.
+        path.write_text("another process")
+        remove_own(path, status)
+        assert path.read_text() == "another process"
+        assert not ours.closed
+    remove_own(path, path.stat())
+    assert not path.exists()

@@ -124,6 +124,7 @@ async def test_the_steps_of_a_resize_are_one_change(
     said: list[str] = []
 
     async def ask(verb: str, request: ResizeRequest) -> bytes:
+        assert request.goes_on == bool(said), "only the first step is a new resize"
         step, goes_on = steps[len(said)]
         said.append(verb)
         used = 9_000 - sum(count for count, _ in steps[: len(said)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from kvbm_common.errors import RequestFailed
 from kvbm_common.nats.bus import Bus
@@ -45,3 +46,29 @@ async def test_a_change_is_written_with_its_outcome(
             [message] = await anext(batches)
     entry = audit_codec.decode(message.payload)
     assert (entry.verb, entry.actor, entry.outcome, entry.reply) == ("evict", "ada", outcome, reply)
+
+
+@pytest.mark.parametrize("letter", ["a", '"', "\x01", "\u00e9", "\U0001f600"])
+async def test_a_large_change_is_written_whatever_is_in_it(bus: Bus, letter: str) -> None:
+    """Goal: the stream takes each entry, though JSON may need six bytes for a character.
+
+    The request, its actor and the error's text are long; the entry has the beginning of each.
+    """
+    text = letter * 20_000
+
+    async def change(_payload: bytes) -> bytes:
+        raise RequestFailed("pin_limit", text)
+
+    audit = Audit(bus, kind="host-tier", host="h", instance="0", counters=bus.counters)
+    with pytest.raises(RequestFailed):
+        await audit.audited("evict", change)(msgspec.json.encode({"actor": text}))
+    with pytest.raises(RequestFailed):
+        await audit.audited("evict", change)(text.encode())
+    assert bus.counters.value("kvbm_audit_failures_total") == 0
+    async with asyncio.timeout(DEADLINE_S):
+        subscription = bus.event_subscription(start="all", subject=AUDIT.subjects[0], spec=AUDIT)
+        async with subscription as batches:
+            entry = audit_codec.decode((await anext(batches))[0].payload)
+    assert entry.reply.endswith(letter)
+    assert len(entry.actor) == 128
+    assert len(entry.request) > 800

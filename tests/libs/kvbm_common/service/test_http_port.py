@@ -17,8 +17,9 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import free_port
 from kvbm_common.service import http_port as module
+from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.http_port import http_port, open_listener
-from kvbm_common.service.process import BAD_SETTINGS, ServiceContext, serve
+from kvbm_common.service.process import BAD_SETTINGS, serve
 from kvbm_common.wire.verbs import StatsReply
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -106,7 +107,7 @@ def free(port: int) -> bool:
 
 
 def test_a_connection_sends_small_pieces_at_once() -> None:
-    """A body behind its headers is not held back until the client has acknowledged those."""
+    """A body after its headers is not held back until the client has acknowledged those."""
     with (
         open_listener("127.0.0.1", 0, address_variable="A", port_variable="P") as listener,
         socket.create_connection(listener.getsockname()),

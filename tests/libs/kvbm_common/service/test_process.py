@@ -18,13 +18,8 @@ from kvbm_common.nats.jetstream import publish_acknowledged
 from kvbm_common.nats.streams import REGISTRY, REGISTRY_BUCKET
 from kvbm_common.registry.etcd import EtcdRegistry
 from kvbm_common.registry.records import Left, RegistryEvent
-from kvbm_common.service.process import (
-    LEAVE_DEADLINE_S,
-    STOP_DEADLINE_S,
-    ServiceContext,
-    make_runtime_dir,
-    serve,
-)
+from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.process import LEAVE_DEADLINE_S, STOP_DEADLINE_S, make_runtime_dir, serve
 
 from tests.etcd_server import EtcdServer
 from tests.waiting import stop_child, wait_until

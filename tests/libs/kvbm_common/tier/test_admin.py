@@ -123,6 +123,35 @@ def test_a_resize_moves_some_slots_in_each_step(units: int) -> None:
     assert steps == 2 * 3
 
 
+def test_an_older_resize_ends_when_a_newer_one_has_another_goal() -> None:
+    """Two operators want 8 slots and 3,000: the newest is carried out, the older one is refused."""
+    tier = Tier(4 * MOVED_MAX)
+    assert tier.resize(8).more
+    assert tier.resize(3_000).slots == 3_000
+    older = tier.admin.answer("resize", ResizeRequest(slots=8, goes_on=True), 0)
+    assert isinstance(older, ErrorBody), older
+    assert older.code == "superseded"
+    assert older.message == "a newer resize wants 3000 slots"
+    newer = tier.admin.answer("resize", ResizeRequest(slots=3_000, goes_on=True), 0)
+    assert isinstance(newer, ResizeReply), newer
+    assert (newer.slots, newer.was, newer.more) == (3_000, 3_000, False)
+
+
+def test_a_refused_resize_supersedes_no_other() -> None:
+    tier = Tier(4 * MOVED_MAX)
+    assert tier.resize(8).more
+    assert isinstance(tier.admin.answer("resize", ResizeRequest(slots=1 << 30), 0), ErrorBody)
+    reply = tier.admin.answer("resize", ResizeRequest(slots=8, goes_on=True), 0)
+    assert isinstance(reply, ResizeReply), reply
+
+
+def test_a_resize_goes_on_in_a_tier_that_was_started_again() -> None:
+    """A tier that remembers no resize takes the next step of one as its first."""
+    tier = Tier(4 * MOVED_MAX)
+    reply = tier.admin.answer("resize", ResizeRequest(slots=8, goes_on=True), 0)
+    assert isinstance(reply, ResizeReply), reply
+
+
 def remove(tier: Tier, verb: str, **selection: Any) -> RemoveReply:
     """The answer to a step of a removal."""
     reply = tier.admin.answer(verb, RemoveRequest(**selection), tier.now_ms)

@@ -6,12 +6,15 @@ import gc
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.eviction.adaptive import Adaptive
+from kvbm_common.eviction.lfu import Lfu
 from kvbm_common.eviction.lru import Lru
+from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.tier.block_lookup import WHOLE_MAX, BlockLookup
 from kvbm_common.tier.block_order import BATCH_MAX, BlockOrder
 from kvbm_common.tier.departures import Departures
@@ -131,14 +134,16 @@ def test_a_batch_of_many_is_cut() -> None:
     assert [*order] == names[::2]
 
 
-@pytest.mark.parametrize("make", [Lru, Adaptive, BlockOrder, Departures])
+@pytest.mark.parametrize(
+    "make", [Lru, Lfu, Adaptive, partial(PrefixPolicy, 1_000_000), BlockOrder, Departures]
+)
 def test_no_table_holds_more_than_a_part_of_the_blocks(make: Callable[[], object]) -> None:
     """Python's tables move all of their entries when they grow: 0.2 s for a million blocks."""
     order, count = make(), 2 * WHOLE_MAX
     for first in range(0, count, BATCH_MAX):
         names = [name(number) for number in range(first, first + BATCH_MAX)]
         match order:
-            case Lru() | Adaptive():
+            case Lru() | Lfu() | Adaptive() | PrefixPolicy():
                 for one in names:
                     order.admit(one, name(0))
             case Departures():

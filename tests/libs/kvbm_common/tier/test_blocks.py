@@ -34,7 +34,7 @@ SLOTS = 12
 
 @st.composite
 def forests(draw: st.DrawFn) -> dict[int, Block]:
-    """Blocks by slot; parents are before them, behind them, elsewhere, or themselves."""
+    """Blocks by slot; parents are before them, after them, elsewhere, or themselves."""
     numbers = draw(st.permutations(range(1, draw(st.integers(0, SLOTS)) + 1)))
     slots = draw(st.permutations(range(SLOTS)))
     parents = st.one_of(st.none(), st.integers(0, SLOTS + 1))
@@ -45,7 +45,7 @@ def forests(draw: st.DrawFn) -> dict[int, Block]:
 
 
 def runs_turned_round(blocks: Mapping[int, Block]) -> list[SequenceHash]:
-    """Every run of children behind their parents, leaf first."""
+    """Every run of children after their parents, leaf first."""
     runs: list[list[SequenceHash]] = []
     for one in blocks.values():
         if runs and runs[-1][0] == one.parent:
@@ -98,7 +98,7 @@ def parted(sums: bytes = b"") -> Block:
 
 
 def test_a_block_of_one_part_is_verified_by_its_checksum() -> None:
-    """Behind its bytes the slot may hold anything."""
+    """After its bytes the slot may hold anything."""
     alone = replace(block(1), checksum=block_checksum(DATA))
     packed = pack_sums([alone.checksum])
     assert (alone.part_count, alone.part_sums) == (1, packed)
@@ -183,7 +183,7 @@ def facts(policy: EvictionPolicy) -> dict[SequenceHash, Sequence[object]]:
     policy.check()
     return {
         found: (node.parent, node.turn, node.depth, node.count, node.used, node.kind, node.children)
-        for found, node in policy._nodes.items()
+        for found, node in policy._nodes.check().items()
     }
 
 

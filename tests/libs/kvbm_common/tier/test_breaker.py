@@ -33,7 +33,7 @@ def test_troubles_that_are_not_in_a_row_do_not_count() -> None:
 def test_while_open_nothing_goes() -> None:
     breaker = opened()
     assert not breaker.allows(PAUSE_MS - 1)
-    assert not breaker.trouble(1), "late failures of what flew do not open it anew"
+    assert not breaker.trouble(1), "late failures of what was in flight do not open it anew"
 
 
 def test_one_probe_goes_and_decides() -> None:
@@ -73,7 +73,7 @@ def test_it_never_stays_open_for_ever(steps: list[str]) -> None:
                 breaker.trouble(now_ms)
             case _:
                 now_ms += PAUSE_MS
-    # Whatever has happened: what flies ends, and after the longest pause the disk gets a chance.
+    # Whatever has happened: requests in flight end, and after the longest pause one may probe.
     if breaker.state is BreakerState.PROBING:
         breaker.trouble(now_ms)
     assert breaker.allows(now_ms + PAUSE_MAX_MS)

@@ -38,7 +38,7 @@ def test_what_left_first_is_forgotten_first_and_it_says_until_when() -> None:
 
 
 def test_a_full_memory_takes_a_fate_as_quickly_as_an_empty_one() -> None:
-    """The oldest name of a plain dict is found behind the holes of all that have left: in a tier
+    """The oldest name of a plain dict is found after the holes of all that have left: in a tier
     that had evicted 262,144 blocks, each further eviction took 0.1 to 0.4 ms."""
     count = 2_000
     fates = Departures(50 * count)

@@ -13,7 +13,7 @@ def test_avoided_blocks_are_bounded_and_the_oldest_make_room() -> None:
     for now_ms, number in enumerate((1, 2, 1, 3)):
         avoided.add(name(number), now_ms + 100)
     assert len(avoided) == 2
-    assert [avoided.avoids(name(number), 99) for number in (1, 2, 3)] == [True, False, True]
+    assert [avoided.is_failed(name(number), 99) for number in (1, 2, 3)] == [True, False, True]
     assert [avoided.run_before([name(number)], 99) for number in (1, 2, 3)] == [0, 1, 0]
     avoided.tick(102)
     assert avoided.run_before([name(1), name(3)], 102) == 1
@@ -25,5 +25,5 @@ def test_a_block_that_is_there_again_is_not_avoided() -> None:
     avoided.add(name(1), 100)
     avoided.discard(name(1))
     avoided.discard(name(2))
-    assert not avoided.avoids(name(1), 0)
+    assert not avoided.is_failed(name(1), 0)
     assert name(1) not in avoided

@@ -28,12 +28,13 @@ class Word:
 
 def source(
     *waiting: int, limits: FollowLimits = LIMITS, seq: int = 0, epoch: int = 1, attempts: int = 0,
-    state: FollowState = CURRENT, hollow: bool = False, asked_at_ms: int | None = None,
+    state: FollowState = CURRENT, needs_snapshot: bool = False, requested_at_ms: int | None = None,
 ) -> Followed[Word]:  # fmt: skip
     """Return a source in its first life, with events that wait."""
     return Followed(
-        limits=limits, seq=seq, epoch=epoch, state=state, hollow=hollow, attempts=attempts,
-        asked_at_ms=asked_at_ms, waiting={number: Word(number) for number in waiting},
+        limits=limits, seq=seq, epoch=epoch, state=state, attempts=attempts,
+        needs_snapshot=needs_snapshot, requested_at_ms=requested_at_ms,
+        waiting={number: Word(number) for number in waiting},
     )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_events_in_order_are_next_one_by_one() -> None:
     assert (one.state, one.epoch, one.seq) == (CURRENT, 1, 3)
 
 
-def test_an_event_behind_a_hole_waits_until_the_hole_is_closed() -> None:
+def test_an_event_after_a_hole_waits_until_the_hole_is_closed() -> None:
     """3 and 4 wait for 2: none is applied before it, and the source is current with the last."""
     one = source(seq=1)
     assert [one.take(Word(seq), 0) for seq in (3, 4)] == [Verdict.WAITS] * 2
@@ -95,11 +96,11 @@ def test_what_found_no_room_is_missing_though_the_source_falls_silent() -> None:
     one = source(seq=1)
     for seq in (3, 4, 5):
         one.take(Word(seq), 0)
-    one.ask(0)
-    assert one.landed()
+    one.begin_request(0)
+    assert one.end_request()
     one.restore(1, 2, 0)
     assert (ready(one), one.state) == ([3, 4], BEHIND)
-    assert one.should_ask(LIMITS.retry_ms)
+    assert one.should_request(LIMITS.retry_ms)
     one.restore(1, 5, 20)
     assert (ready(one), one.state) == ([], CURRENT)
 
@@ -108,10 +109,10 @@ def test_what_waited_when_a_source_left_is_missing_when_it_is_back() -> None:
     """A snapshot that was asked for before is older than what had been heard."""
     one = source(seq=1)
     one.take(Word(3), 0)
-    one.ask(0)
+    one.begin_request(0)
     one.leave()
     one.fall_behind(5)
-    assert one.landed()
+    assert one.end_request()
     one.restore(1, 2, 5)
     assert (ready(one), one.state) == ([], BEHIND)
     one.restore(1, 3, 20)
@@ -129,7 +130,7 @@ def test_a_clear_that_is_late_does_not_hide_what_was_left_out() -> None:
 
 def test_a_clear_needs_no_history() -> None:
     """What waited before it is void, what waited behind it is next."""
-    one = source(3, 6, seq=1, state=BEHIND, hollow=True)
+    one = source(3, 6, seq=1, state=BEHIND, needs_snapshot=True)
     assert one.take(Word(5), 0, clears=True) is Verdict.NEXT
     assert (ready(one), one.state) == ([5, 6], CURRENT)
 
@@ -151,7 +152,7 @@ def test_a_refused_event_stops_the_rest_until_a_snapshot() -> None:
     for event in one.ready():
         one.refuse(7)
         assert event.seq == 2
-    assert (one.seq, one.state, one.hollow) == (1, BEHIND, True)
+    assert (one.seq, one.state, one.needs_snapshot) == (1, BEHIND, True)
     assert one.take(Word(2), 0) is Verdict.WAITS
     assert one.accepts(1, 2)
     one.restore(1, 2, 0)
@@ -159,21 +160,21 @@ def test_a_refused_event_stops_the_rest_until_a_snapshot() -> None:
 
 
 def test_a_source_that_falls_behind_asks_when_it_is_time_and_once() -> None:
-    """Not at 9, at 10; not while a question flies; a second hole does not put it off."""
+    """Not at 9, at 10; not while a question is in flight; a second hole does not put it off."""
     behind = source(attempts=3)
-    assert not behind.should_ask(10)
+    assert not behind.should_request(10)
     behind.fall_behind(10)
     assert (behind.state, behind.attempts) == (BEHIND, 0)
-    assert not behind.should_ask(9)
-    assert behind.should_ask(10)
+    assert not behind.should_request(9)
+    assert behind.should_request(10)
     behind.attempts = 2
     behind.fall_behind(50)
-    assert (behind.ask_at_ms, behind.attempts) == (10, 2)
-    behind.ask(0)
-    assert not behind.should_ask(10)
-    assert behind.landed()
-    assert not behind.landed()
-    assert behind.should_ask(10)
+    assert (behind.next_request_ms, behind.attempts) == (10, 2)
+    behind.begin_request(0)
+    assert not behind.should_request(10)
+    assert behind.end_request()
+    assert not behind.end_request()
+    assert behind.should_request(10)
 
 
 def test_pauses_between_questions_double_up_to_a_bound() -> None:
@@ -183,21 +184,21 @@ def test_pauses_between_questions_double_up_to_a_bound() -> None:
     for attempt in range(1, 6):
         behind.retry_later(100)
         assert behind.attempts == attempt
-        pauses.append(behind.ask_at_ms - 100)
+        pauses.append(behind.next_request_ms - 100)
     assert pauses == [10, 20, 40, 75, 75]
     behind.limits = FollowLimits(retry_ms=1, retry_max_ms=1 << 40)
     for attempts, pause in ((15, 1 << 15), (16, 1 << 16), (17, 1 << 16), (99, 1 << 16)):
         behind.attempts = attempts
         behind.retry_later(100)
-        assert behind.ask_at_ms - 100 == pause
+        assert behind.next_request_ms - 100 == pause
 
 
 def test_a_snapshot_that_closes_the_hole_ends_the_pauses() -> None:
     """At 5 the events 4 and 5 are in it already, and 6 is next. At 2 it would be too old."""
-    behind = source(4, 5, 6, seq=3, hollow=True, state=BEHIND, attempts=4)
+    behind = source(4, 5, 6, seq=3, needs_snapshot=True, state=BEHIND, attempts=4)
     assert [behind.accepts(1, seq) for seq in (2, 3)] == [False, True]
     behind.restore(1, 5, 100)
-    assert (behind.seq, behind.hollow, [*behind.waiting]) == (5, False, [6])
+    assert (behind.seq, behind.needs_snapshot, [*behind.waiting]) == (5, False, [6])
     assert (ready(behind), behind.state, behind.attempts) == ([6], CURRENT, 0)
     with pytest.raises(AssertionError, match="misses nothing"):
         behind.restore(1, 7, 100)
@@ -207,12 +208,12 @@ def test_a_snapshot_that_leaves_a_hole_is_asked_for_again_after_a_pause() -> Non
     behind = source(9, seq=3, state=BEHIND, attempts=1)
     behind.restore(1, 5, 100)
     assert (ready(behind), behind.state, behind.attempts) == ([], BEHIND, 2)
-    assert [behind.should_ask(at_ms) for at_ms in (119, 120)] == [False, True]
+    assert [behind.should_request(at_ms) for at_ms in (119, 120)] == [False, True]
     with pytest.raises(AssertionError, match="back to 4"):
         behind.restore(1, 4, 100)
 
 
-def test_a_snapshot_without_anything_behind_it_is_enough() -> None:
+def test_a_snapshot_without_anything_after_it_is_enough() -> None:
     """Of this life, and of one that nothing else has named yet."""
     for epoch in (1, 2):
         behind = source(seq=3, state=BEHIND, attempts=2)
@@ -222,30 +223,53 @@ def test_a_snapshot_without_anything_behind_it_is_enough() -> None:
 
 def test_another_life_begins_at_nothing() -> None:
     """What waited, what was missing and what was tried belonged to the life before."""
-    gone = source(9, seq=7, state=BEHIND, hollow=True, attempts=3)
+    gone = source(9, seq=7, state=BEHIND, needs_snapshot=True, attempts=3)
     assert not gone.begin(0)
     assert not gone.begin(1)
     assert gone.begin(2)
     assert gone == source(epoch=2)
 
 
+@pytest.mark.parametrize("registered_epoch", [0, 1, 2])
+def test_a_lower_epoch_is_a_life_if_the_registry_names_it(registered_epoch: int) -> None:
+    """Epoch 1 after epoch 3, by an event and by a snapshot. Epoch 0 is none, and names none."""
+    is_life = registered_epoch == 1
+    one, behind = source(seq=7, epoch=3), source(seq=7, epoch=3, state=BEHIND)
+    for each in (one, behind):
+        each.registered_epoch = registered_epoch
+        assert not each.begin(0)
+    assert behind.accepts(1, 2) is is_life
+    assert one.begin(1) is is_life
+    assert (one.epoch, one.seq) == ((1, 0) if is_life else (3, 7))
+    if is_life:
+        behind.restore(1, 2, 5)
+        assert (behind.state, behind.epoch, behind.seq) == (CURRENT, 1, 2)
+
+
+def test_events_under_way_when_a_source_left_are_late() -> None:
+    left = source(seq=7, epoch=2)
+    assert not left.is_late(2)
+    left.leave()
+    assert [left.is_late(epoch) for epoch in (1, 2, 3)] == [True, True, False]
+
+
 def test_a_source_that_leaves_keeps_its_position_and_nothing_else() -> None:
     left = source(9, seq=7, state=BEHIND)
     left.leave()
-    assert left == source(seq=7, state=GONE, hollow=True)
+    assert left == source(seq=7, state=GONE, needs_snapshot=True)
     left.check()
     assert left.take(Word(8), 5) is Verdict.WAITS
-    assert (left.state, left.ask_at_ms) == (BEHIND, 5)
+    assert (left.state, left.next_request_ms) == (BEHIND, 5)
 
 
 def test_after_lost_events_the_next_one_proves_that_none_is_missing() -> None:
     """4 is what was lost, if anything. A clear needs no proof."""
     one = source(seq=3)
-    one.lose(7)
-    assert (one.state, one.ask_at_ms, one.hollow) == (BEHIND, 7, False)
+    one.stream_lost(7)
+    assert (one.state, one.next_request_ms, one.needs_snapshot) == (BEHIND, 7, False)
     assert one.take(Word(4), 8) is Verdict.NEXT
     assert (ready(one), one.state) == ([4], CURRENT)
-    one.lose(9)
+    one.stream_lost(9)
     assert one.take(Word(6), 9, clears=True) is Verdict.NEXT
     assert (ready(one), one.state) == ([6], CURRENT)
 
@@ -253,8 +277,8 @@ def test_after_lost_events_the_next_one_proves_that_none_is_missing() -> None:
 def test_what_waited_when_events_were_lost_proves_nothing() -> None:
     """2 is late, and 3 waited for it. 4 would be proof."""
     one = source(3, seq=1, state=BEHIND)
-    one.heard = 3
-    one.lose(7)
+    one.seq_max = 3
+    one.stream_lost(7)
     one.take(Word(2), 8)
     assert (ready(one), one.state) == ([2, 3], BEHIND)
     one.take(Word(4), 8)
@@ -264,11 +288,11 @@ def test_what_waited_when_events_were_lost_proves_nothing() -> None:
 def test_where_the_loss_overtakes_events_only_a_snapshot_is_proof() -> None:
     one = source(seq=3)
     one.loss_overtakes = True
-    one.lose(7)
+    one.stream_lost(7)
     assert one.take(Word(4), 8) is Verdict.WAITS
     assert (ready(one), one.state) == ([], BEHIND)
-    one.ask(8)
-    assert one.landed()
+    one.begin_request(8)
+    assert one.end_request()
     one.restore(1, 4, 9)
     assert (ready(one), one.state) == ([], CURRENT)
 
@@ -282,7 +306,7 @@ def test_where_the_loss_overtakes_events_a_clear_is_no_proof(life: int, is_gone:
     one.loss_overtakes = True
     if is_gone:
         one.leave()
-    one.lose(7)
+    one.stream_lost(7)
     assert one.begin(life) is (life == 2)
     seq = 4 if life == 1 else 1
     assert one.take(Word(seq, life), 8, clears=True) is Verdict.NEXT
@@ -290,42 +314,42 @@ def test_where_the_loss_overtakes_events_a_clear_is_no_proof(life: int, is_gone:
     assert one.state is (GONE if is_gone and life == 1 else BEHIND)
     assert one.take(Word(seq + 1, life), 8) is Verdict.WAITS
     assert ready(one) == []
-    assert one.should_ask(8)
-    one.ask(8)
-    assert one.landed()
+    assert one.should_request(8)
+    one.begin_request(8)
+    assert one.end_request()
     one.restore(life, seq, 9)
     assert (ready(one), one.state) == ([seq + 1], CURRENT)
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
 @pytest.mark.parametrize("overtakes", [False, True])
-def test_a_snapshot_that_flew_when_events_were_lost_is_taken_and_another_is_asked_for(
+def test_a_snapshot_in_flight_when_events_were_lost_is_taken_and_another_is_asked_for(
     epoch: int, overtakes: bool
 ) -> None:
     """It may have been made before. The next one is asked for at once, after it has landed."""
     one = source(seq=3, state=BEHIND, attempts=2)
     one.loss_overtakes = overtakes
-    one.ask(7)
-    one.lose(8)
-    assert not one.should_ask(8)
-    assert one.landed()
+    one.begin_request(7)
+    one.stream_lost(8)
+    assert not one.should_request(8)
+    assert one.end_request()
     one.restore(epoch, 5, 8)
-    assert (one.epoch, one.seq, one.state, one.hollow) == (epoch, 5, BEHIND, overtakes)
-    assert one.should_ask(8)
-    one.ask(8)
-    assert one.landed()
+    assert (one.epoch, one.seq, one.state, one.needs_snapshot) == (epoch, 5, BEHIND, overtakes)
+    assert one.should_request(8)
+    one.begin_request(8)
+    assert one.end_request()
     one.restore(epoch, 5, 9)
-    assert (one.state, one.hollow, one.doubted) == (CURRENT, False, 0)
+    assert (one.state, one.needs_snapshot, one.suspect_from_seq) == (CURRENT, False, 0)
 
 
-def test_a_loss_while_a_source_is_gone_makes_the_snapshot_that_flies_outdated() -> None:
+def test_a_loss_while_a_source_is_gone_makes_the_snapshot_in_flight_stale() -> None:
     one = source(seq=3, state=BEHIND)
-    one.ask(7)
+    one.begin_request(7)
     one.leave()
-    one.lose(8)
-    assert (one.state, one.outdated) == (GONE, True)
+    one.stream_lost(8)
+    assert (one.state, one.snapshot_may_be_stale) == (GONE, True)
     one.fall_behind(9)
-    assert one.landed()
+    assert one.end_request()
     one.restore(1, 5, 9)
     assert one.state is BEHIND
 
@@ -342,11 +366,11 @@ def test_a_move_that_is_not_in_the_table_names_the_position() -> None:
         source(3, 4, 5, state=BEHIND),
         source(3, state=BEHIND, seq=3),
         source(4, state=BEHIND, seq=3),
-        source(hollow=True),
+        source(needs_snapshot=True),
         source(3, state=BEHIND, epoch=2),
     ],
-    ids=["waits though current", "too many", "not behind the position", "is next", "hollow",
-         "another life"],
+    ids=["waits though current", "too many", "not behind the position", "is next",
+         "current and needs a snapshot", "another life"],
 )  # fmt: skip
 def test_what_cannot_be_is_found(wrong: Followed[Word]) -> None:
     """Goal: `check` sees each mistake; two events of this life that wait are none."""
@@ -431,7 +455,7 @@ class Reader:
     held: set[int] = field(default_factory=set)
     now_ms: int = 0
     current_count: int = 0
-    heard: tuple[int, int] = (0, 0)
+    latest: tuple[int, int] = (0, 0)
 
     def hear(self, message: Message) -> None:
         """Take one message, and compare."""
@@ -450,13 +474,13 @@ class Reader:
             case Left(epoch) if epoch >= self.source.epoch:
                 self.source.leave()
                 self.held.clear()
-        if self.source.should_ask(self.now_ms):
-            self.source.ask(self.now_ms)
+        if self.source.should_request(self.now_ms):
+            self.source.begin_request(self.now_ms)
         self.compare()
 
     def hear_event(self, event: Word) -> None:
         """Take an event as every owner does."""
-        self.heard = max(self.heard, (event.epoch, event.seq))
+        self.latest = max(self.latest, (event.epoch, event.seq))
         if self.source.begin(event.epoch):
             self.held.clear()
         verdict = self.source.take(event, self.now_ms, clears=event.kind == "cleared")
@@ -468,7 +492,7 @@ class Reader:
 
     def hear_snapshot(self, snapshot: Snapshot) -> None:
         """Take an answer as every owner does."""
-        if not self.source.landed() or self.source.state is not BEHIND:
+        if not self.source.end_request() or self.source.state is not BEHIND:
             return
         if not self.source.accepts(snapshot.epoch, snapshot.seq):
             self.source.retry_later(self.now_ms)
@@ -497,12 +521,12 @@ class Reader:
     def compare(self) -> None:
         """Require that what is held is the log's truth, at least while the source is current."""
         self.source.check()
-        certain = not self.source.hollow if not self.eager else self.source.state is CURRENT
+        certain = not self.source.needs_snapshot if not self.eager else self.source.state is CURRENT
         if certain:
             truth = self.log.states[self.source.epoch, self.source.seq]
             assert self.held == truth, (self.source, self.held, truth)
         if self.source.state is CURRENT:
-            assert (self.source.epoch, self.source.seq) >= self.heard, self.source
+            assert (self.source.epoch, self.source.seq) >= self.latest, self.source
             self.current_count += 1
 
 

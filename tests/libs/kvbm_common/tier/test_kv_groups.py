@@ -179,7 +179,7 @@ def test_a_state_without_its_prefix_is_a_miss() -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[GroupRun], set[SequenceHash], int]:
-    """Groups of every rule, behind what a device has, with blocks of several sizes."""
+    """Groups of every rule, after what a device has, with blocks of several sizes."""
     offset = 12 * draw(st.integers(0, 3))
     rules = st.one_of(
         st.tuples(st.sampled_from([0, 0, 1, 2, 3, 20]), st.just(0)),
@@ -197,7 +197,7 @@ def cases(draw: st.DrawFn) -> tuple[list[GroupRun], set[SequenceHash], int]:
 
 
 def needs(group: GroupRun, place: int, tokens: int) -> bool:
-    """Tell whether the next token behind a boundary looks at a block: the rules as they are said.
+    """Tell whether the next token after a boundary looks at a block: the rules as they are said.
 
     A window of n blocks has the tokens of the last n; a chunk's tokens see each other alone.
     """

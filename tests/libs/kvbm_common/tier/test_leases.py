@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.tier.leases import COUNT_MAX, Lease, LeaseTable
+from kvbm_common.tier.leases import COUNT_MAX, PIN, Lease, LeaseTable
 
 
 def granted(table: LeaseTable, owner: str, deadline_ms: int, *slots: int) -> Lease:
@@ -34,6 +34,26 @@ def test_a_lease_ends_by_release_once() -> None:
     assert table.release(lease.id) is None
     assert table.find(lease.id) is None
     assert len(table) == 0
+
+
+def test_a_slot_leaves_pins_and_no_other_leases() -> None:
+    """2 is in two pins and a reader's lease: it leaves the pins, and the one of 2 alone ends.
+
+    The other pin keeps its number, its deadline and its place among the oldest.
+    """
+    table = LeaseTable()
+    two = table.grant("ada", PIN, (1, 2), deadline_ms=100)
+    one = table.grant("bob", PIN, (2,), deadline_ms=90)
+    reader = granted(table, "eve", 80, 2)
+    assert table.leave([2, 3]) == [2, 2]
+    assert table.leave([2]) == []
+    assert table.all() == [Lease(two.id, "ada", PIN, (1,), 100), reader]
+    assert table.pinned_slots == {1}
+    assert table.release(one.id) is None, "it ended with its last block"
+    table.check()
+    assert [lease.slots for lease in table.expire(100)] == [(2,), (1,)]
+    assert table.leave([1]) == []
+    table.check()
 
 
 def test_a_lease_ends_at_its_deadline_and_not_before() -> None:

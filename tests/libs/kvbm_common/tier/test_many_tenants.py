@@ -37,7 +37,7 @@ def table_of(shares: str = "", policy: str = "lru", slabs: int = SLABS) -> SlotT
 
 
 def block(number: int, space: bytes, size: int = UNIT_BYTES) -> Block:
-    """A block behind no other."""
+    """A block after no other."""
     return Block(name(number), name(0), space, number, size)
 
 

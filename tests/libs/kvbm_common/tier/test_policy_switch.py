@@ -103,7 +103,7 @@ def test_a_switch_moves_no_block() -> None:
     assert (Counting.admitted, len(order(table))) == (0, 9)
     table.unpin(table.pin_prefix([name(1), name(2)]))
     assert Counting.admitted == 2
-    assert order(table)[-2:] == [name(2), name(1)], "leaves first, behind all others"
+    assert order(table)[-2:] == [name(2), name(1)], "leaves first, after all others"
     assert formers(table) == [7]
 
 

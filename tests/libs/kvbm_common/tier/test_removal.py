@@ -35,7 +35,7 @@ def store(table: SlotTable, number: int, parent: int, namespace: bytes = NAMESPA
 
 
 def chain(count: int, *, first: int = 1) -> dict[int, int]:
-    """Blocks behind each other, the first behind ROOT."""
+    """Blocks after each other, the first after ROOT."""
     return {n: n - 1 if n > first else ROOT for n in range(first, first + count)}
 
 
@@ -149,8 +149,8 @@ def test_blocks_that_come_to_slots_that_were_passed_go_too() -> None:
     assert len(table) == 0
 
 
-def test_what_comes_behind_a_prefix_meanwhile_goes_too() -> None:
-    """A block behind the last one comes to a slot that was passed, and another one behind it. Their
+def test_what_comes_after_a_prefix_meanwhile_goes_too() -> None:
+    """A block after the last one comes to a slot that was passed, and another one after it. Their
     parents have left when they are seen."""
     count = 2 * LOOKED_MAX
     table = table_of({ROOT + 3: ROOT + 4, ROOT + 5: ROOT + 6, **chain(count)})
@@ -166,7 +166,7 @@ def test_what_comes_behind_a_prefix_meanwhile_goes_too() -> None:
 
 
 def test_a_block_is_not_taken_for_another_that_had_its_parents_slot() -> None:
-    """The parent of 2 leaves when 2 was looked at, and a block behind the prefix takes its slot."""
+    """The parent of 2 leaves when 2 was looked at, and a block after the prefix takes its slot."""
     count = LOOKED_MAX
     table = table_of({2: 1, **{n: n for n in range(20_000, 20_000 + count)}, 1: ROOT + 1})
     removal = Removal(table, prefix=name(ROOT))

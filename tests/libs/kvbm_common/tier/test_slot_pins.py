@@ -21,7 +21,7 @@ def commit(table: SlotTable, *numbers: int) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_a_chain_that_grows_is_evicted_from_its_end(policy: str) -> None:
-    """1, 2 came first, were used and freed; 3 came behind them, then 10, a chain of its own.
+    """1, 2 came first, were used and freed; 3 came after them, then 10, a chain of its own.
 
     Without 2 nothing reaches 3: it leaves before it.
     """
@@ -42,9 +42,9 @@ def test_a_long_chain_stays_where_it_is_for_few_blocks() -> None:
 
 
 def test_chains_of_a_batch_share_the_walk() -> None:
-    """Two blocks come behind two chains, one of them longer than half of the walk: that one stays.
+    """Two blocks come after two chains, one of them longer than half of the walk: that one stays.
 
-    Without this a batch behind many long chains would stop the tier for as long as they are.
+    Without this a batch after many long chains would stop the tier for as long as they are.
     """
     table = plain_table(2 * RENEWED_PER_BLOCK)
     short, long = range(1, 11), range(100, 100 + RENEWED_PER_BLOCK + 1)

@@ -38,7 +38,7 @@ def table_of(shares: str = "", slots: int = SLOTS, policy: str = "") -> SlotTabl
 
 
 def block(number: int, who: str, size: int = SIZE) -> Block:
-    """A block of a tenant, behind no other."""
+    """A block of a tenant, after no other."""
     return Block(name(number), name(0), SPACES[who], number, size)
 
 

@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.tier import kv_groups
-from kvbm_common.wire import admin, events, local, packed_events, routes, scores, verbs
+from kvbm_common.wire import (
+    admin,
+    consolidator,
+    events,
+    index_verbs,
+    local,
+    packed_events,
+    routes,
+    scores,
+    verbs,
+)
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, MsgpackCodec, WireError
 from kvbm_common.wire.local_fields import LOOKUP_MS_MAX
 
@@ -22,6 +32,9 @@ from tests.libs.wire_examples import EXAMPLES, GOLDEN, STORED, Example
 BEFORE = GOLDEN / "before"
 """Messages as releases before some of their fields sent them."""
 
+MODULES = (
+    admin, consolidator, events, index_verbs, local, packed_events, routes, scores, verbs
+)  # fmt: skip
 WIRE_MD = Path(__file__).parents[4] / "docs" / "wire.md"
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 
@@ -66,7 +79,7 @@ def test_every_message_has_an_example_and_every_golden_file_a_message() -> None:
     """Every top-level message of the modules is pinned; no golden file is left over."""
     messages = {
         one
-        for module in (admin, events, local, packed_events, routes, scores, verbs)
+        for module in MODULES
         for one in vars(module).values()
         if isinstance(one, type) and issubclass(one, msgspec.Struct) and one.__name__[0] != "_"
         if "v" in one.__struct_fields__
@@ -285,7 +298,7 @@ def test_a_name_with_a_line_break_is_refused() -> None:
     """It would be a NATS subject that no server takes."""
     for source in ("e\n", "e\n\n", "\ne"):
         with pytest.raises(WireError) as caught:
-            JsonCodec(verbs.DumpRequest).decode(msgspec.json.encode({"source": source}))
+            JsonCodec(index_verbs.DumpRequest).decode(msgspec.json.encode({"source": source}))
         assert (caught.value.kind, caught.value.field) == ("malformed", "source")
 
 
@@ -339,7 +352,7 @@ def test_a_hello_of_the_largest_size_is_read() -> None:
         "namespace": NAMESPACE, "group_namespaces": [*groups, NAMESPACE],
     }  # fmt: skip
     with pytest.raises(WireError, match="<= 63"):
-        local.to_consolidator.decode(msgspec.msgpack.encode(attach))
+        consolidator.to_consolidator.decode(msgspec.msgpack.encode(attach))
 
 
 CODECS = list({id(example.codec): example.codec for example in EXAMPLES}.values())

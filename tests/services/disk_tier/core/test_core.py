@@ -34,7 +34,7 @@ from kvbm_disk_tier.core.messages import (
     JournalFailed,
     StoreFailed,
 )
-from kvbm_disk_tier.core.store import STORE_RETRY_MS
+from kvbm_disk_tier.core.store_status import STORE_RETRY_MS
 
 from tests.services.disk_tier.helpers import (
     EPOCH,
@@ -211,7 +211,7 @@ def snapshot_numbers(snapshot: SnapshotReply) -> set[int]:
     return {int(text, 16) for part in snapshot.parts for run in part.runs for text in run.hashes}
 
 
-def test_a_store_of_another_slot_size_is_made_anew_once_nothing_flies() -> None:
+def test_a_store_of_another_slot_size_is_made_once_nothing_is_in_flight() -> None:
     """A model with other blocks has come: what was there is announced as removed first."""
     disk = Disk()
     disk.store(1)
@@ -309,8 +309,8 @@ def test_a_rewrite_that_fails_in_a_later_part_begins_again() -> None:
 
 
 def test_another_store_ends_the_rewrite_under_way() -> None:
-    """A part flies when blocks of another size come: no other part follows, and none of the new
-    store, however the one that flew has ended."""
+    """A part is in flight when blocks of another size come: no other part follows, and none of the
+    new store, however that part has ended."""
     for ends_well in (True, False):
         disk = Disk(slots=3, limits=DiskTierLimits(rewritten_slots_max=1))
         disk.store(1, 2, 3)
@@ -345,7 +345,7 @@ def test_a_rewrite_keeps_the_order_in_which_blocks_came() -> None:
 
 
 def test_after_the_last_cleared_nothing_is_announced_or_begun() -> None:
-    """What flies ends in silence, and is back after the restart."""
+    """What is in flight ends in silence, and is back after the restart."""
     disk = Disk(limits=DiskTierLimits(writes_max=1, batch_blocks_max=1, batch_transfers_max=1))
     disk.store(1)
     effects = disk.leased(one(disk.host_stored(2, 3, 4), LeaseHost))

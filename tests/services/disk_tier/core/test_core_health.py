@@ -265,7 +265,7 @@ def test_what_is_leased_for_a_bypassed_disk_is_given_back() -> None:
     assert len(of(ends, WriteSlots)) == FAILURES_MAX - 1, "until the last of them has failed"
     disk.finish(ends)
     assert disk.counts["dropped.write_bypassed"] == 2, "the third, and a seventh leased meanwhile"
-    assert len(disk.core.writes.flying.by_id) == 0
+    assert len(disk.core.writes.in_flight.by_id) == 0
 
 
 def test_short_deadlines_and_old_arenas_say_nothing_of_the_disk() -> None:

@@ -42,7 +42,7 @@ from kvbm_disk_tier.core.messages import (
     StoreFailed,
     StoreOpened,
 )
-from kvbm_disk_tier.core.store import STORE_RETRY_MS
+from kvbm_disk_tier.core.store_status import STORE_RETRY_MS
 
 from tests.services.disk_tier.helpers import (
     HOST_EPOCH,
@@ -86,7 +86,7 @@ class Everything(RuleBasedStateMachine):
         """Writes whose copy held, and whose records are still to come."""
         self.unanswered = 0
         self.parts: list[RewriteJournal] = []
-        """The part of a rewrite that flies."""
+        """The part of a rewrite in flight."""
         self.untold = False
         """Of a former life's blocks some are still to be announced."""
 
@@ -151,7 +151,7 @@ class Everything(RuleBasedStateMachine):
                 case AnnounceLater():
                     self.untold = True
                 case RewriteJournal():
-                    assert not self.parts, "two parts of a rewrite fly"
+                    assert not self.parts, "two parts of a rewrite are in flight"
                     self.parts.append(effect)
                 case _:
                     pass
@@ -270,8 +270,8 @@ class Everything(RuleBasedStateMachine):
 
     @rule(blocks=BLOCKS, torn=st.sampled_from([False, False, True]))
     def store(self, blocks: list[int], torn: bool) -> None:
-        """The usual case: these blocks, wanted twice, and all that flies go well. Or the journal
-        has the records and nobody knows."""
+        """The usual case: these blocks, wanted twice, and none in flight fails. Or the journal
+        has the records, and no answer says so."""
         while self.opens:
             self.end_open(full=False)
         for _ in range(2):
@@ -374,7 +374,8 @@ class Everything(RuleBasedStateMachine):
         assert table.pins() == {}
         assert self.held == set()
         assert self.unanswered == 0
-        assert len(self.disk.core.writes.flying.by_id) == len(self.disk.core.reads.flying) == 0
+        assert not self.disk.core.writes.in_flight.by_id
+        assert not self.disk.core.reads.in_flight
         assert self.disk.recovered() == self.disk.on_disk(), "a restart would find something else"
         while self.parts:
             self.take(self.disk.rewritten(self.parts.pop()))
@@ -383,7 +384,7 @@ class Everything(RuleBasedStateMachine):
             assert self.bytes_in[slot] == number, self.disk.core.story
 
     def end_one(self) -> None:
-        """Something that flies ends badly."""
+        """Something in flight ends badly."""
         if self.leases:
             effects = self.disk.lease_failed(self.leases.pop())
         elif self.writes:

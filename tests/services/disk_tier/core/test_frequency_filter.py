@@ -15,7 +15,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_disk_tier.core.frequency_filter import (
     COUNT_MAX,
     DECAY_STEP_MS,
-    ENTRIES_MAX,
+    SIGHTS_MAX,
     FrequencyFilter,
 )
 
@@ -31,7 +31,7 @@ Sights = list[tuple[int, int]]
 
 
 def seen(
-    numbers: Sights, *, entries_max: int = ENTRIES_MAX, pass_count: int = 2
+    numbers: Sights, *, entries_max: int = SIGHTS_MAX, pass_count: int = 2
 ) -> tuple[FrequencyFilter, int]:
     """A filter that has seen these, and the time."""
     frequency_filter = FrequencyFilter(entries_max=entries_max)
@@ -228,7 +228,7 @@ def test_a_sight_costs_the_same_whatever_the_map_holds() -> None:
 def test_a_filter_follows_the_size_of_its_store() -> None:
     """Of a small store it notes few blocks: it had a million of them whatever the store's size."""
     frequency_filter = FrequencyFilter()
-    for slot_count, noted in ((1, 16_384), (10_000, 80_000), (1_000_000, ENTRIES_MAX)):
+    for slot_count, noted in ((1, 16_384), (10_000, 80_000), (1_000_000, SIGHTS_MAX)):
         frequency_filter.size_for(slot_count)
         assert frequency_filter.entries_max == noted
     frequency_filter = FrequencyFilter(entries_max=10)

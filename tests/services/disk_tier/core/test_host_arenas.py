@@ -129,7 +129,7 @@ def test_an_arena_that_is_known_after_its_host_tier_has_left_is_unmapped() -> No
 
 
 def test_a_life_that_has_left_is_not_asked_and_one_that_is_heard_of_is() -> None:
-    """Its last events come behind it; the next life's may come before the registry's word."""
+    """Its last events come after it; the next life's may come before the registry's word."""
     disk = TwoHosts()
     disk.step(HostJoined("1", OTHER_EPOCH))
     disk.step(HostLeft("1"))

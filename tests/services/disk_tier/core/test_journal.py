@@ -24,7 +24,8 @@ from kvbm_disk_tier.core.journal import (
     encode_records,
     replay,
 )
-from kvbm_disk_tier.shell.store import Store, StoreError, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreError, StoreOptions
 from kvbm_disk_tier.shell.store_thread import StoreThread
 from msgspec.structs import replace
 
@@ -252,7 +253,7 @@ def options(directory: Path, **changes: object) -> StoreOptions:
     return StoreOptions(directory=directory / "store", **values)  # type: ignore[arg-type]
 
 
-def test_what_is_appended_behind_a_torn_record_is_in_step(tmp_path: Path) -> None:
+def test_what_is_appended_after_a_torn_record_is_in_step(tmp_path: Path) -> None:
     """Half a record is cut off at the restart, or all later ones would be unreadable."""
     store = Store(options(tmp_path))
     store.create(4096)

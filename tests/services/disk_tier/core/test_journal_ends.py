@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_disk_tier.core.journal import Operation, Record, encode_records, replay
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreOptions
 
 from tests.services.disk_tier.helpers import SLOT_BYTES, block, layout, numbers
 

@@ -19,8 +19,9 @@ from kvbm_disk_tier.core.journal import (
     encode_records,
     replay,
 )
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
 from kvbm_disk_tier.shell.store_header import FORMAT, Header
+from kvbm_disk_tier.shell.store_options import StoreOptions
 from msgspec.structs import replace
 
 from tests.services.disk_tier.helpers import SLOT_BYTES, block, numbers

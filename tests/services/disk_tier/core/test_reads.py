@@ -108,7 +108,10 @@ def test_a_fill_that_cannot_be_right_is_refused(code: str, request_of: object) -
 
 
 def test_reads_have_limits_and_a_fill_that_waited_too_long_is_refused() -> None:
-    """One may fly, one may wait, the third is too many; the second's deadline passes meanwhile."""
+    """One may be in flight, one may wait, the third is too many.
+
+    The second's deadline passes meanwhile.
+    """
     disk = Disk(limits=DiskTierLimits(reads_max=1, reads_waiting_max=1))
     disk.store(1)
     read = one(disk.fill(1), ReadSlots)
@@ -129,7 +132,7 @@ def test_what_the_disk_was_measured_to_take_is_in_flight() -> None:
     assert disk.counts["bytes.measuring"] == 4096
     leases = of(disk.host_stored(1, 2, 3, 4, 5), LeaseHost)
     first = disk.leased(leases[0])
-    assert of(disk.leased(leases[1]), WriteSlots) == [], "one batch flies"
+    assert of(disk.leased(leases[1]), WriteSlots) == [], "one batch is in flight"
     disk.finish(first)
     assert disk.announced == {1, 2, 3, 4}
     one(disk.fill(1), ReadSlots)
@@ -139,9 +142,9 @@ def test_what_the_disk_was_measured_to_take_is_in_flight() -> None:
 
 
 def test_while_blocks_are_summed_up_the_disk_reads_others() -> None:
-    """1. One block may fly: the second waits. 2. The first has landed: the second flies. 3. It has
-    landed, too: with two that are summed up the third waits. 4. It flies when the first has ended;
-    what lands after its end is no news."""
+    """1. One block may be in flight: the second waits. 2. The first has landed: the second starts.
+    3. It has landed, too: with two that are summed up the third waits. 4. The third starts when the
+    first has ended; what lands after its end is no news."""
     disk = Disk(limits=DiskTierLimits(read_blocks_max=1, ahead_batches=0))
     disk.store(1, 2, 3)
     first = one(disk.fill(1), ReadSlots)
@@ -176,8 +179,10 @@ def test_what_was_written_to_measure_is_of_the_budget() -> None:
 
 
 def test_the_front_of_a_short_run_overtakes_the_tail_of_a_long_one() -> None:
-    """One may fly. A run of three fills comes, then a short run: its front goes before the tails
-    of the long one, but nobody waits for ever."""
+    """One may be in flight. A run of three fills comes, then a short run.
+
+    Its front goes before the tails of the long one, but none waits without end.
+    """
     disk = Disk(slots=9, limits=DiskTierLimits(reads_max=1))
     disk.store(*range(1, 9))
     served = [one(disk.fill(1, ahead=0), ReadSlots)]

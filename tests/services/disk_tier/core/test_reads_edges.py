@@ -122,17 +122,17 @@ def test_the_last_slot_of_the_arena_and_the_last_millisecond_are_good() -> None:
 
 
 def test_so_many_may_wait_and_no_more() -> None:
-    """One flies, two wait, the fourth is turned away; the count is that of its blocks."""
+    """One is in flight, two wait, the fourth is turned away; the count is that of its blocks."""
     disk = stored(1, limits=DiskTierLimits(reads_max=1, reads_waiting_max=2))
     read = one(disk.fill(1), ReadSlots)
     assert disk.fill(1) == disk.fill(1) == []
     reads = disk.core.reads
-    assert (len(reads.flying), len(reads.waiting)) == (1, 2)
+    assert (len(reads.in_flight), len(reads.waiting)) == (1, 2)
     [error] = errors(disk.fill(1, 2))
     assert (error.code, error.message) == ("busy", "too many fills are waiting")
     assert disk.counts["dropped.fill_busy"] == 2
     disk.read(read)
-    assert (len(reads.flying), len(reads.waiting)) == (1, 1)
+    assert (len(reads.in_flight), len(reads.waiting)) == (1, 1)
 
 
 def test_fills_of_one_turn_are_served_in_the_order_in_which_they_came() -> None:
@@ -144,15 +144,15 @@ def test_fills_of_one_turn_are_served_in_the_order_in_which_they_came() -> None:
     assert [read.blocks for read in served] == [(block(n),) for n in (1, 2, 3)]
 
 
-def test_blocks_that_fly_are_counted_whole_and_those_that_have_landed_half() -> None:
-    """Two blocks may fly, four be on their way: fills of one block each."""
+def test_blocks_in_flight_are_counted_whole_and_those_that_have_landed_half() -> None:
+    """Two blocks may be in flight, four be on their way: fills of one block each."""
     disk = stored(1, 2, 3, 4, 5, 6, limits=DiskTierLimits(read_blocks_max=2, ahead_batches=0))
-    flying = [one(disk.fill(n), ReadSlots) for n in (1, 2)]
+    in_flight = [one(disk.fill(n), ReadSlots) for n in (1, 2)]
     assert disk.fill(3) == disk.fill(4) == disk.fill(5) == []
-    flying.append(one(disk.step(ReadLanded(flying[0].read)), ReadSlots))
-    flying.append(one(disk.step(ReadLanded(flying[1].read)), ReadSlots))
-    assert disk.step(ReadLanded(flying[2].read)) == []
-    assert one(disk.read(flying[0]), ReadSlots).blocks == (block(5),)
+    in_flight.append(one(disk.step(ReadLanded(in_flight[0].read)), ReadSlots))
+    in_flight.append(one(disk.step(ReadLanded(in_flight[1].read)), ReadSlots))
+    assert disk.step(ReadLanded(in_flight[2].read)) == []
+    assert one(disk.read(in_flight[0]), ReadSlots).blocks == (block(5),)
 
 
 def test_an_unknown_read_that_lands_is_no_news() -> None:
@@ -247,7 +247,7 @@ def test_answers_go_to_the_question() -> None:
 
 
 def test_what_cannot_be_right_does_not_wait_for_its_turn() -> None:
-    """Another read flies: the refusal comes at once."""
+    """Another read is in flight: the refusal comes at once."""
     disk = stored(1, limits=DiskTierLimits(reads_max=1))
     one(disk.fill(1), ReadSlots)
     assert refusal(disk.fill(1, epoch=HOST_EPOCH + 1)) == "stale_arena"
@@ -255,14 +255,14 @@ def test_what_cannot_be_right_does_not_wait_for_its_turn() -> None:
 
 
 def test_some_reads_are_handed_over_ahead() -> None:
-    """One block may fly and one wait in the mover: the third read waits here."""
+    """One block may be in flight and one wait in the mover: the third read waits here."""
     limits = DiskTierLimits(read_blocks_max=1, batch_blocks_max=1, ahead_batches=1)
     disk = stored(1, 2, 3, 4, limits=limits)
-    flying = [one(disk.fill(n), ReadSlots) for n in (1, 2)]
+    in_flight = [one(disk.fill(n), ReadSlots) for n in (1, 2)]
     assert disk.fill(3) == disk.fill(4) == []
-    assert one(disk.step(ReadLanded(flying[0].read)), ReadSlots).blocks == (block(3),)
-    assert disk.step(ReadLanded(flying[1].read)) == [], "three are on their way"
-    assert one(disk.read(flying[0]), ReadSlots).blocks == (block(4),)
+    assert one(disk.step(ReadLanded(in_flight[0].read)), ReadSlots).blocks == (block(3),)
+    assert disk.step(ReadLanded(in_flight[1].read)) == [], "three are on their way"
+    assert one(disk.read(in_flight[0]), ReadSlots).blocks == (block(4),)
 
 
 def test_reads_are_uses() -> None:

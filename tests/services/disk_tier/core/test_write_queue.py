@@ -13,7 +13,7 @@ from kvbm_common.tier.tenants import TENANTS_MAX, Tenants, shares_of
 from kvbm_disk_tier.core.effects import Effect
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import HostEvent
-from kvbm_disk_tier.core.write_queue import Told, WriteQueue
+from kvbm_disk_tier.core.write_queue import Origin, WriteQueue
 
 from tests.services.disk_tier.helpers import SLOT_BYTES, Disk, block, name
 
@@ -26,8 +26,8 @@ def queue_of(shares: str = "") -> WriteQueue:
     return WriteQueue(Tenants(shares_of(shares)))
 
 
-def told(who: str) -> Told:
-    return Told("0", 64, SPACES[who])
+def origin_of(who: str) -> Origin:
+    return Origin("0", 64, SPACES[who])
 
 
 def taken(queue: WriteQueue, count: int, per_batch: int = 1) -> list[int]:
@@ -44,17 +44,17 @@ def taken(queue: WriteQueue, count: int, per_batch: int = 1) -> list[int]:
 def test_a_tenant_that_waits_is_not_behind_the_queue_of_another() -> None:
     queue = queue_of()
     for number in range(1, 9):
-        queue.add(name(number), told("gold"))
-    queue.add(name(101), told("silver"))
-    queue.add(name(102), told("silver"))
+        queue.add(name(number), origin_of("gold"))
+    queue.add(name(101), origin_of("silver"))
+    queue.add(name(102), origin_of("silver"))
     assert taken(queue, 6) == [1, 101, 2, 102, 3, 4]
 
 
 def test_weights_say_who_has_how_much_of_the_disk() -> None:
     queue = queue_of("gold=3,silver=1")
     for number in range(1, 41):
-        queue.add(name(number), told("gold"))
-        queue.add(name(100 + number), told("silver"))
+        queue.add(name(number), origin_of("gold"))
+        queue.add(name(100 + number), origin_of("silver"))
     first = taken(queue, 20)
     assert len([number for number in first if number < 100]) == 15
 
@@ -63,12 +63,12 @@ def test_what_could_not_go_waits_first_and_is_not_charged() -> None:
     """1. Gold's turn is in vain, and so it is gold's again. 2. Then both go in turn."""
     queue = queue_of()
     for number in range(1, 5):
-        queue.add(name(number), told("gold"))
-        queue.add(name(100 + number), told("silver"))
+        queue.add(name(number), origin_of("gold"))
+        queue.add(name(100 + number), origin_of("silver"))
     assert taken(queue, 2) == [1, 101]
     assert taken(queue, 1, per_batch=2) == [2, 3]
-    queue.put_back(name(3), told("gold"), 64)
-    queue.put_back(name(2), told("gold"), 64)
+    queue.put_back(name(3), origin_of("gold"), 64)
+    queue.put_back(name(2), origin_of("gold"), 64)
     queue.check()
     assert taken(queue, 3) == [2, 102, 3]
 
@@ -76,10 +76,10 @@ def test_what_could_not_go_waits_first_and_is_not_charged() -> None:
 def test_a_tenant_that_comes_back_does_not_catch_up() -> None:
     queue = queue_of()
     for number in range(1, 60):
-        queue.add(name(number), told("gold"))
+        queue.add(name(number), origin_of("gold"))
     taken(queue, 30)
     for number in range(101, 120):
-        queue.add(name(number), told("silver"))
+        queue.add(name(number), origin_of("silver"))
     assert len([number for number in taken(queue, 10) if number > 100]) == 5
 
 
@@ -87,12 +87,12 @@ def test_a_newcomer_to_an_empty_queue_does_not_catch_up() -> None:
     """Gold has written a hundred blocks as they came; then both always have a block that waits."""
     queue = queue_of("gold=3,silver=1")
     for number in range(1, 101):
-        queue.add(name(number), told("gold"))
+        queue.add(name(number), origin_of("gold"))
         taken(queue, 1)
     for number in range(201, 261):
-        queue.add(name(number), told("silver"))
+        queue.add(name(number), origin_of("silver"))
     for number in range(101, 161):
-        queue.add(name(number), told("gold"))
+        queue.add(name(number), origin_of("gold"))
     assert len([number for number in taken(queue, 40) if number < 200]) == 30
 
 
@@ -100,12 +100,12 @@ def test_one_that_comes_back_when_another_has_just_left_begins_at_the_clock() ->
     """Gold's last block has left unwritten, so nobody waits whose position silver could take."""
     queue = queue_of()
     for number in range(1, 33):
-        queue.add(name(number), told("gold"))
+        queue.add(name(number), origin_of("gold"))
     taken(queue, 31)
     queue.remove(name(32))
     for number in range(1, 21):
-        queue.add(name(200 + number), told("silver"))
-        queue.add(name(100 + number), told("gold"))
+        queue.add(name(200 + number), origin_of("silver"))
+        queue.add(name(100 + number), origin_of("gold"))
     assert len([number for number in taken(queue, 10) if number > 200]) in (5, 6)
 
 
@@ -114,13 +114,13 @@ def test_more_tenants_than_have_shares_wait_and_leave_and_are_forgotten() -> Non
     queue = queue_of()
     spaces = [of_tenant(PLAIN, f"t{number}").digest for number in range(5 * TENANTS_MAX)]
     for number, space in enumerate(spaces, 1):
-        queue.add(name(number), Told("0", 64, space))
+        queue.add(name(number), Origin("0", 64, space))
         queue.check()
     assert len(queue.turns()) <= TENANTS_MAX
     for number in range(1, TENANTS_MAX // 2):  # Now others have a share of their own.
         queue.remove(name(number))
     for number, space in enumerate(spaces, 1001):
-        queue.add(name(number), Told("0", 64, space))
+        queue.add(name(number), Origin("0", 64, space))
         queue.check()
     while queue:
         queue.take(list(queue.turns()[0])[:3], 192)
@@ -149,7 +149,7 @@ class FairQueue(RuleBasedStateMachine):
             self.had[who] = max(self.had[who], self.clock)
         for _ in range(count):
             self.last += 1
-            self.queue.add(name(self.last), told(who))
+            self.queue.add(name(self.last), origin_of(who))
             self.waiting[who].append(self.last)
 
     @precondition(lambda self: self.lasting())

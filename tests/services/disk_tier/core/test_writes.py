@@ -154,7 +154,7 @@ def test_writes_have_limits_and_as_many_are_leased_ahead() -> None:
     assert disk.announced == {1, 2, 3, 4, 5}
 
 
-def test_one_more_than_may_fly_waits_in_the_mover() -> None:
+def test_one_more_than_may_be_in_flight_waits_in_the_mover() -> None:
     """One batch may be written and one wait for it: of three that are leased two are handed over.
     Beside a read none waits, and of reads one does."""
     limits = DiskTierLimits(writes_max=1, batch_blocks_max=1, write_blocks_max=1, ahead_batches=1,
@@ -405,7 +405,7 @@ def test_no_room_at_all_means_no_lease() -> None:
 
 
 def test_reads_hold_writes_back() -> None:
-    """Onboarding goes ahead: beside a read one batch flies, not four."""
+    """Onboarding goes ahead: beside a read one batch is in flight, not four."""
     disk = Disk(slots=8, limits=DiskTierLimits(batch_blocks_max=1, batch_transfers_max=1))
     disk.store(1)
     read = one(disk.fill(1), ReadSlots)
@@ -415,8 +415,8 @@ def test_reads_hold_writes_back() -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_while_more_is_written_records_wait_for_each_other(slow: bool) -> None:
-    """1. Three batches fly. 2. Two are written, and wait for the third; or, where that takes its
-    time, as long as a record may."""
+    """1. Three batches are in flight. 2. Two are written, and wait for the third; or, where that
+    takes its time, as long as a record may."""
     disk = Disk(slots=8, limits=DiskTierLimits(batch_blocks_max=1, batch_transfers_max=1))
     leases = of(disk.host_stored(1, 2, 3), LeaseHost)
     writes = [one(disk.leased(lease), WriteSlots) for lease in leases]

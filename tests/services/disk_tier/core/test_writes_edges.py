@@ -100,7 +100,7 @@ def test_a_block_is_waiting_from_its_admission_to_its_end() -> None:
     disk.host_stored(2, 3)
     writes = disk.core.writes
     assert [writes.is_waiting(name(n)) for n in (1, 2, 3, 4)] == [True, True, True, False]
-    assert (len(writes.flying.by_id), len(writes.pending.waiting)) == (2, 1)
+    assert (len(writes.in_flight.by_id), len(writes.pending.waiting)) == (2, 1)
     assert writes.staged_slots() == set(write.targets)
     disk.finish([*disk.written(write)])
     assert not writes.is_waiting(name(1))
@@ -156,7 +156,7 @@ def test_a_batch_has_as_many_blocks_as_are_allowed() -> None:
 
 
 def test_beside_reads_fewer_are_leased_and_written() -> None:
-    """Two may be written; while a read flies one: the second waits until the read has ended."""
+    """Two may be written, beside a read only one: the second waits until the read has ended."""
     limits = DiskTierLimits(
         writes_max=2, batch_blocks_max=1, batch_transfers_max=1, ahead_batches=0
     )

@@ -10,23 +10,23 @@ from kvbm_disk_tier.core.effects import LeaseHost, ReleaseHost, WriteSlots
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.write_batch import Phase, Write, WritesInFlight
 from kvbm_disk_tier.core.write_budget import DAY_MS
-from kvbm_disk_tier.core.write_queue import Told
+from kvbm_disk_tier.core.write_queue import Origin
 
 from tests.services.disk_tier.helpers import HOST_EPOCH, SLOT_BYTES, Disk, asked, name, of, one
 
-TOLD = Told("0")
+ORIGIN = Origin("0")
 
 
-def flying(diary: Diary | None = None) -> WritesInFlight:
+def in_flight(diary: Diary | None = None) -> WritesInFlight:
     """Writes 1 and 2, both waiting for their lease."""
     writes = WritesInFlight(diary or Diary())
     for number in (1, 2):
-        writes.begin(Write(number, "0", HOST_EPOCH, [name(number)], TOLD))
+        writes.begin(Write(number, "0", HOST_EPOCH, [name(number)], ORIGIN))
     return writes
 
 
 def test_a_write_is_in_one_phase_and_leaves_with_its_blocks() -> None:
-    writes = flying()
+    writes = in_flight()
     second = writes.find(2)
     writes.move(second, "leased")
     writes.check()
@@ -38,7 +38,7 @@ def test_a_write_is_in_one_phase_and_leaves_with_its_blocks() -> None:
 
 
 def test_the_oldest_write_goes_first_whichever_was_leased_first() -> None:
-    writes = flying()
+    writes = in_flight()
     for number in (2, 1):
         writes.move(writes.find(number), "leased")
     assert [write.id for write in writes.in_phase(Phase.LEASED)] == [1, 2]
@@ -47,13 +47,13 @@ def test_the_oldest_write_goes_first_whichever_was_leased_first() -> None:
 def test_a_move_beyond_the_table_raises_with_the_story_of_the_blocks() -> None:
     diary = Diary()
     diary.note(7, "was seen", name(1))
-    writes = flying(diary)
+    writes = in_flight(diary)
     with pytest.raises(InvalidTransition, match=r"no 'written' in LEASING.*7 ms was seen"):
         writes.move(writes.find(1), "written")
 
 
 def test_what_comes_back_twice_is_a_mistake() -> None:
-    writes = flying()
+    writes = in_flight()
     write = writes.find(1)
     writes.move(write, "unanswered")
     with pytest.raises(AssertionError, match="no write has id 1"):
@@ -64,7 +64,7 @@ def test_what_comes_back_twice_is_a_mistake() -> None:
 
 def test_a_block_is_in_one_write() -> None:
     with pytest.raises(AssertionError, match="a block is in two writes"):
-        flying().begin(Write(3, "0", HOST_EPOCH, [name(2)], TOLD))
+        in_flight().begin(Write(3, "0", HOST_EPOCH, [name(2)], ORIGIN))
 
 
 # --- the share of a copier --------------------------------------------------------------------

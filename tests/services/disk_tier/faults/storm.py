@@ -41,7 +41,9 @@ from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.mover import DiskMover
 from kvbm_disk_tier.shell.queue_depth import Tuning
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreOptions
+from kvbm_disk_tier.shell.store_thread import StoreThread
 
 from tests.services.disk_tier.faults.plan import SITES, Plan
 from tests.services.disk_tier.helpers import NAMESPACE, leased_slot, name
@@ -83,7 +85,7 @@ class Life:
             sync=world.random.choice(["commit", "commit", "interval"]),
         )  # fmt: skip
         mover = DiskMover(mover=MoverThread("storm", backends=("POSIX",)), counters=Metrics())
-        self.medium = FileMedium(Store(options), mover, Tuning(queue_depth=16))
+        self.medium = FileMedium(StoreThread(Store(options)), mover, Tuning(queue_depth=16))
         self.core = DiskTierCore(
             host="h", instance="0", epoch=epoch, limits=LIMITS,
             frequency_filter=FrequencyFilter(enabled=False),

@@ -52,11 +52,10 @@ def test_a_short_storm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_long_storm_reaches_every_call(tmp_path: Path, seed: int) -> None:
+def test_a_long_storm_reaches_every_call(tmp_path: Path) -> None:
     """10,000 faults: EIO, ENOSPC, EROFS, short and late calls, at every call on the store's files;
     and in what io_uring is given."""
-    counted = storm(tmp_path, faults=10_000, seed=seed, timeout_s=800)
+    counted = storm(tmp_path, faults=10_000, seed=1, timeout_s=800)
     untouched = [site for site in SITES if not counted["faults"][site]["fail"]]
     assert not untouched
     assert counted["counts"]["restarts"] > 20

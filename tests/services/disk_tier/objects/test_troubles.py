@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.slots import Block
 from kvbm_disk_tier.core.messages import (
@@ -20,7 +23,9 @@ from kvbm_disk_tier.core.messages import (
 from kvbm_disk_tier.objects.core.messages import ListedBlock, ListingEnded, ObjectsListed
 from kvbm_disk_tier.objects.core.names import Names
 from kvbm_disk_tier.objects.shell import bucket as bucket_module
+from kvbm_disk_tier.objects.shell.bucket import Bucket
 from kvbm_disk_tier.objects.shell.medium import ObjectMedium
+from kvbm_disk_tier.objects.shell.object_store import BucketRefused
 
 from tests.services.disk_tier.mediums import BLOCK_BYTES, Inbox, Place, arena
 from tests.services.disk_tier.objects.making import (
@@ -140,7 +145,7 @@ async def test_a_slot_that_was_reused_is_not_stored_under_a_false_name(
 async def test_a_bucket_full_of_garbage_is_listed_by_the_page(
     place: Place, s3: S3Server, bucket_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Foreign objects stay, ours of a wrong size go, blocks are found behind them."""
+    """Foreign objects stay, ours of a wrong size go, blocks are found after them."""
     monkeypatch.setattr(bucket_module, "PAGE_MAX", 3)
     blocks = {slot: place.fill(slot, 10 + slot) for slot in range(5)}
     await place.medium.write(place.writing(blocks))
@@ -236,6 +241,43 @@ async def test_rights_that_are_taken_away_stop_everything_until_they_return(
         assert (await read(place, {4: blocks[0]})).intact == (True,)
 
 
+async def test_keys_that_another_program_renews_are_read_again(
+    s3: S3Server, bucket_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWS' own chain finds them in a file, whose keys end before they are replaced."""
+    file, known = tmp_path / "credentials", s3.make_keys()
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    options = replace(s3.options(bucket_name), access_key="", secret_key="")
+    bucket = Bucket(options, lambda kind, ok: None)
+
+    def write(key: str, secret: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
+
+    write("AKIAEND", "secret")
+    s3.require_keys(required=True)
+    try:
+        with pytest.raises(BucketRefused, match="of AWS' own chain do not give access"):
+            await bucket.page("kv/", "")
+        write(*known)
+        assert (await bucket.page("kv/", "")).objects == []
+    finally:
+        s3.require_keys(required=False)
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidToken", "TokenRefreshRequired"])
+async def test_a_session_that_has_ended_is_no_trouble_of_the_endpoint(
+    s3: S3Server, bucket_name: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Client:
+        def list_objects_v2(self, **_: object) -> object:
+            raise ClientError({"Error": {"Code": code}}, "ListObjectsV2")
+
+    monkeypatch.setattr(bucket_module, "make_client", lambda options, connections: Client())
+    bucket = Bucket(s3.options(bucket_name), lambda kind, ok: None)
+    with pytest.raises(BucketRefused, match=f"do not give access .*{code}"):
+        await bucket.page("kv/", "")
+
+
 async def test_a_missing_bucket_does_not_empty_the_table(
     place: Place, s3: S3Server, bucket_name: str
 ) -> None:
@@ -327,9 +369,9 @@ async def test_a_server_that_dies_with_its_memory_and_comes_back_is_empty(
         await medium.write(place.writing(blocks))
         async with running(medium) as inbox:
             await listed(inbox)
-            flying = asyncio.create_task(medium.write(place.writing(blocks)))
+            in_flight = asyncio.create_task(medium.write(place.writing(blocks)))
             mortal_s3.kill()
-            assert isinstance(await flying, Written)
+            assert isinstance(await in_flight, Written)
             done = await read(place, {4: blocks[0]}, within_ms=1_000)
             assert done.reasons in (("transfer_failed",), ("transfer_timeout",))
             lost = await medium.write(place.writing(blocks))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from kvbm_disk_tier.shell import allocation
-from kvbm_disk_tier.shell.allocation import fallocate, fill
-from kvbm_disk_tier.shell.store import Store, StoreError, StoreOptions
+from kvbm_disk_tier.shell.allocation import fallocate, fill, preallocate
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreError, StoreOptions
 
 from tests.services.disk_tier.core.test_journal import committed, slots
 from tests.small_tmpfs import small_tmpfs
@@ -132,3 +133,22 @@ def test_zeros_are_written_from_where_they_are_missing(
     with path.open("r+b") as file:
         fill(file.fileno(), 4_321, start=10)
     assert path.read_bytes() == b"x" * 10 + bytes(4_311)
+
+
+@pytest.mark.parametrize("room", [0, MIB - 1])
+def test_a_file_without_room_keeps_its_first_bytes(tmp_path: Path, room: int) -> None:
+    """It is asked first: nothing is taken from a disk that is too small."""
+    path = tmp_path / "slots"
+    path.write_bytes(b"kept, and the rest")
+    with path.open("r+b") as file, pytest.raises(OSError, match="No space"):
+        preallocate(file.fileno(), MIB, kept=4, room=room, zerofill=False)
+    assert path.read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("zerofill", [False, True])
+def test_a_file_has_its_space_after_what_it_keeps(tmp_path: Path, *, zerofill: bool) -> None:
+    path = tmp_path / "slots"
+    path.write_bytes(b"kept")
+    with path.open("r+b") as file:
+        preallocate(file.fileno(), MIB, kept=4, room=MIB, zerofill=zerofill)
+    assert path.read_bytes() == b"kept" + bytes(MIB - 4)

@@ -14,8 +14,9 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.tier.slots import Block
 from kvbm_disk_tier.core.messages import ReadDone, ReadFailed, StoreOpened, WriteFailed, Written
 from kvbm_disk_tier.shell.cipher import BadKeys, Keys, seal, unseal
-from kvbm_disk_tier.shell.store import SEALED_CURE, Store, StoreError, StoreOptions
+from kvbm_disk_tier.shell.store import SEALED_CURE, Store
 from kvbm_disk_tier.shell.store_header import CIPHER, EXTRA_BYTES
+from kvbm_disk_tier.shell.store_options import StoreError, StoreOptions
 from msgspec.structs import replace
 
 from tests.services.disk_tier.helpers import NAMESPACE, name

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_disk_tier.core.journal import RECORD_BYTES
+from kvbm_disk_tier.shell import own_files
 from kvbm_disk_tier.shell.allocation import write_at
 from kvbm_disk_tier.shell.own_files import read_own
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreOptions
 
 from tests.services.disk_tier.core.test_journal import committed, removed, slots
 from tests.services.disk_tier.shell.test_service import (
@@ -41,7 +44,7 @@ __all__ = ["host"]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again at once."""
-    monkeypatch.setattr("kvbm_disk_tier.core.store.STORE_RETRY_MS", 50)
+    monkeypatch.setattr("kvbm_disk_tier.core.store_status.STORE_RETRY_MS", 50)
     monkeypatch.setattr("kvbm_disk_tier.core.health.PAUSE_MS", 50)
     monkeypatch.setattr("kvbm_disk_tier.shell.tier_shell.TICK_MS", 50)
     monkeypatch.setattr("kvbm_disk_tier.shell.file_medium.SYNCHRONISE_S", 0.02)
@@ -202,6 +205,39 @@ async def test_a_disk_that_is_not_mounted_is_waited_for(
                 (disk / "kvbm-h-0").mkdir(mode=0o700)
             await wait_stats(bus, "ready", True)
             await host.wait_announced(1)
+
+
+@pytest.mark.parametrize("call", ["lock_directory", "read_own"])
+async def test_a_disk_that_hangs_at_the_start_is_waited_for(
+    nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, call: str,
+) -> None:  # fmt: skip
+    """1. A disk has a store. 2. At the next start it does not answer: the tier is there and says
+    so, and an engine is attached. 3. It answers: the blocks are found, and no store was made."""
+    settings = settings_of(nats_server, tmp_path)
+    async with living(settings):
+        host.store(1, 2, 3)
+        await host.wait_announced(1, 2, 3)
+    answers, called = threading.Event(), getattr(own_files, call)
+
+    def hanging(path: Path) -> Any:
+        answers.wait()
+        return called(path)
+
+    monkeypatch.setattr(f"kvbm_disk_tier.shell.store.{call}", hanging)
+    monkeypatch.setattr("kvbm_disk_tier.shell.service.LOCK_DEADLINE_S", 0.1)
+    monkeypatch.setattr("kvbm_disk_tier.shell.file_medium.RECOVER_S", 0.1)
+    try:
+        async with living(settings):
+            reason = await reason_of(bus)
+            assert f"{tmp_path}/kvbm-h-0 does not answer" in reason
+            answers.set()
+            await host.wait_announced(1, 2, 3)
+            await wait_stats(bus, "ready", True)
+            await until(lambda: can_fill(host))
+            assert (await counted(bus, "kvbm_store_failures_total")) == {"": 1}
+    finally:
+        answers.set()
 
 
 # --- the journal's space ------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from kvbm_disk_tier.core.messages import ReadDone, StoreOpened, Written
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.mover import DiskMover
 from kvbm_disk_tier.shell.nixl_backend import file_mover
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreOptions
+from kvbm_disk_tier.shell.store_thread import StoreThread
 
 from tests.services.disk_tier.mediums import SLOT_BYTES, SLOTS, Place, arena
 
@@ -30,7 +32,7 @@ async def test_blocks_move_whatever_was_asked_for(
     caplog.set_level(logging.INFO, "kvbm_disk_tier.shell.nixl_backend")
     store = Store(StoreOptions(directory=tmp_path, capacity_bytes=0, slot_count=SLOTS))
     medium = FileMedium(
-        store,
+        StoreThread(store),
         DiskMover(counters=Metrics(), mover=file_mover("test", wanted, tmp_path)),
     )
     levels = [record.levelno for record in caplog.records]

@@ -12,7 +12,8 @@ from kvbm_disk_tier.shell.own_files import (
     open_own_directory,
     read_own,
 )
-from kvbm_disk_tier.shell.store import Store, StoreBusy, StoreError, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreBusy, StoreError, StoreOptions
 
 FOREIGN = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -86,13 +86,13 @@ def test_free_slots_are_measured_and_blocks_left_alone(mover: MoverThread, path:
     assert found.written_bytes >= len(changed) * STRIDE
 
 
-def test_two_batches_may_always_fly(mover: MoverThread, path: Path) -> None:
+def test_two_batches_may_always_be_in_flight(mover: MoverThread, path: Path) -> None:
     count = IN_FLIGHT_BYTES_MAX // STRIDE
     found = depth(mover, path, Tuning(batch_blocks=count))
     assert (found.reads, found.writes) == (2 * count, 2 * count)
 
 
-def test_small_blocks_fly_in_four_batches_of_as_many_bytes(
+def test_four_batches_of_small_blocks_are_in_flight(
     mover: MoverThread, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depth_module, "measure", lambda *_: Depth(1, 1))

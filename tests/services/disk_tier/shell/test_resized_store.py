@@ -17,7 +17,9 @@ from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.admin import RemoveRequest
 from kvbm_disk_tier.core.journal import Operation, Record
-from kvbm_disk_tier.shell.store import Store, StoreError, StoreOptions
+from kvbm_disk_tier.shell import allocation
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreError, StoreOptions
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 from tests.services.disk_tier.shell.test_service import (
@@ -68,7 +70,7 @@ async def test_another_size_keeps_what_fits(
                 assert (await host.fill(number))[number].ok
 
 
-async def test_blocks_behind_the_new_end_move_into_free_slots(
+async def test_blocks_after_the_new_end_move_into_free_slots(
     nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path
 ) -> None:
     """1. Of six blocks the first three are reset. 2. In half the slots the others are all there,
@@ -213,10 +215,47 @@ def test_a_header_is_on_the_disk_before_it_has_its_name(
 
 
 def test_what_left_with_the_last_slots_does_not_come_back_with_them(tmp_path: Path) -> None:
-    """Five blocks, four slots: one leaves, and is not found in the eight slots of before."""
+    """Five blocks, four slots: the oldest leaves that no other block is behind, and does not come
+    back with the eight slots of before."""
     filled(tmp_path, 8, 0, 1, 2, 3, 7)
-    assert recovered(tmp_path, 4) == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert recovered(tmp_path, 8) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert recovered(tmp_path, 4) == {0: 0, 1: 7, 2: 2, 3: 3}
+    assert recovered(tmp_path, 8) == {0: 0, 1: 7, 2: 2, 3: 3}
+
+
+def test_a_full_store_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And how an operator loses less the next time."""
+    filled(tmp_path, 8, *range(8))
+    assert set(recovered(tmp_path, 4).values()) == {0, 5, 6, 7}
+    assert (
+        "4 blocks stay, 3 of them were moved, 0 could not be read, and 4 left: `kvbm resize`"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    "fails", ["kvbm_disk_tier.shell.store.move_slots", "os.replace", "os.truncate"]
+)
+def test_an_end_in_the_middle_of_a_replacement_serves_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """1. A full store; a step fails, perhaps after blocks were written over others. 2. What is
+    found afterwards has its own bytes, with the size of before, and then with the new one."""
+    filled(tmp_path, 8, *range(8))
+    move = allocation.move_slots
+
+    def fail(*arguments: Any) -> None:
+        if fails.endswith("move_slots"):
+            move(*arguments)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fails, fail)
+        store = store_of(tmp_path, 4)
+        with pytest.raises(StoreError, match="no smaller store in"):
+            store.recover()
+        store.close()
+    assert {0, 5, 6, 7} <= set(recovered(tmp_path, 8).values())
+    assert set(recovered(tmp_path, 4).values()) == {0, 5, 6, 7}
 
 
 def test_a_store_of_one_size_is_resized_as_well(tmp_path: Path) -> None:
@@ -266,10 +305,10 @@ def test_a_tiny_store_that_becomes_large_is_replaced(
     store.close()
 
 
-def test_zeros_go_behind_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_go_after_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that cannot preallocate: the blocks are not overwritten."""
     filled(tmp_path, 8, 3, 7)
-    monkeypatch.setattr("kvbm_disk_tier.shell.store.fallocate", lambda *_arguments: False)
+    monkeypatch.setattr("kvbm_disk_tier.shell.allocation.fallocate", lambda *_arguments: False)
     store = store_of(tmp_path, 9, zerofill_fallback=True)
     assert store.recover() is not None
     store.close()

@@ -62,7 +62,7 @@ async def test_what_is_opened_late_does_not_touch_the_arena(made: Arena, tmp_pat
     medium.close()
 
 
-async def test_a_part_that_does_not_settle_ends_the_process_behind_one_that_fails(
+async def test_a_part_that_does_not_settle_ends_the_process_after_one_that_fails(
     made: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first part's failure used to hide the second part, whose bytes may still come."""

@@ -56,7 +56,8 @@ from kvbm_common.wire.verbs import (
 )
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record
 from kvbm_disk_tier.shell.service import serve
-from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_options import StoreOptions
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 from tests.waiting import ask_until, wait_until
@@ -119,7 +120,7 @@ def block(number: int) -> Block:
 
 class Host:
     """A host tier, as far as the disk tier sees one: an arena, leases, events. Block n is in its
-    slot n; fills go into the slots behind."""
+    slot n; fills go into the slots after."""
 
     def __init__(self, bus: Bus, arena: Arena) -> None:
         self.bus = bus
@@ -562,7 +563,7 @@ async def test_a_bad_fill_gets_a_typed_error(
 async def test_an_arena_that_cannot_be_used_ends_the_wait_for_it(
     nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path, lie: dict[str, Any]
 ) -> None:
-    """It is another's, its slots have no length, end behind it, or it is in no file."""
+    """It is another's, its slots have no length, end after it, or it is in no file."""
     host.lies = lie
     async with living(settings_of(nats_server, tmp_path)):
         await wait_stats(bus, "ready", True)
@@ -639,7 +640,7 @@ async def test_a_full_disk_is_not_ready_says_why_and_recovers(
     nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 KiB where 64 are needed: alive, not ready, clear; with more room it goes on by itself."""
-    monkeypatch.setattr("kvbm_disk_tier.core.store.STORE_RETRY_MS", 50)
+    monkeypatch.setattr("kvbm_disk_tier.core.store_status.STORE_RETRY_MS", 50)
     with small_disk(tmp_path / "disk", "32k") as directory:
         settings = settings_of(nats_server, directory, runtime_dir=tmp_path / "run")
         async with living(settings):

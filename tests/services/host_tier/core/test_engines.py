@@ -79,7 +79,7 @@ def test_an_incomplete_engine_is_not_pulled() -> None:
 
 
 def test_a_block_of_two_ranks_is_pulled_part_by_part() -> None:
-    """Rank 1's part lies behind rank 0's, whoever came first."""
+    """Rank 1's part lies after rank 0's, whoever came first."""
     host = Host(attach=False)
     for rank in (1, 0):
         host.greet(hello(rank=rank, world_size=2))

@@ -122,7 +122,7 @@ def test_what_left_long_ago_is_told_from_what_never_was_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks 1 and 2 have left, and memory has room for one story: 1 was here, 9 never was."""
-    monkeypatch.setattr(departures, "entries_for", lambda _slot_count: 1)
+    monkeypatch.setattr(departures, "departures_for", lambda _slot_count: 1)
     host = evicted()
     host.store(5, 6)
     host.now_ms += 500
@@ -145,7 +145,7 @@ def test_evicted_with_policy_and_time() -> None:
     assert (segment.policy, segment.at_ms) == ("lru", 1_500)
 
 
-def test_what_is_there_behind_a_hole_is_of_no_use() -> None:
+def test_what_is_there_after_a_hole_is_of_no_use() -> None:
     """4 is here and 2 was never stored: the run ends after 1."""
     host = Host(slots=4)
     host.store(1)
@@ -497,7 +497,7 @@ def test_segments_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_misses_are_not_added_to_hits_that_come_from_many_places() -> None:
-    """Thirty blocks come from host and disk in turn; no tier has the five behind them."""
+    """Thirty blocks come from host and disk in turn; no tier has the five after them."""
     names = [name(number) for number in range(35)]
     places: dict[int, Place] = dict.fromkeys(range(1, 30, 2), "disk")
     looked = miss_reason.Looked("r", "e", 1, names, 30, places, "")

@@ -32,7 +32,7 @@ class Group:
     blocks: Sequence[int]
 
     def needed(self, offset: int, boundary: int) -> list[int]:
-        """The blocks behind `offset` at which the token behind a boundary looks."""
+        """The blocks after `offset` at which the token after a boundary looks."""
         size, rule = self.rule.block_tokens, self.rule
         ends = range(offset + size, boundary + 1, size)
         if rule.chunk_tokens:
@@ -44,7 +44,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Question:
-    """A lookup: behind so many tokens that the device has, up to so many."""
+    """A lookup: after so many tokens that the device has, up to so many."""
 
     engine: str
     offset: int

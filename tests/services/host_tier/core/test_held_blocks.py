@@ -12,10 +12,10 @@ from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slots import Block
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.held_blocks import SEARCHED_PER_MS, HeldBlocks
+from kvbm_host_tier.core.hit_reports import UNWRITTEN_TOLD_MAX
 from kvbm_host_tier.core.limits import HostTierLimits, Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Effect, TellHits
-from kvbm_host_tier.core.told_hits import UNWRITTEN_TOLD_MAX
 
 from tests.services.host_tier.helpers import NAMESPACE, name, of
 

@@ -82,7 +82,7 @@ def test_answer_is_remembered_when_it_is_settled() -> None:
 
 
 def test_stretch_whose_block_has_left_is_not_believed() -> None:
-    """2 leaves and comes back, to another slot or to its own, behind whom it is known again."""
+    """2 leaves and comes back, to another slot or to its own, after whom it is known again."""
     known = Known(1, 2, 3, 4)
     known.answer(1, 2, 3, 4)
     known.table.evict(name(2))
@@ -125,7 +125,7 @@ def test_oldest_stretch_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_that_are_cut_off_are_refused() -> None:
-    """Behind what is known as without it."""
+    """After what is known as without it."""
     known = Known(1, 2)
     known.answer(1, 2)
     for malformed in (packed(1, 2) + b"x", b"x"):

@@ -278,7 +278,7 @@ class Follower:
                 for event in disk.heard[-len(wanted) :][:1]:
                     self.deliver(disk, event)
             case "gap":
-                # A snapshot comes, and some words before and behind it are late.
+                # A snapshot comes, and some words before and after it are late.
                 self.now_ms += 30_000
                 for one in GAP:
                     self.do(one, disk, wanted)

@@ -91,8 +91,8 @@ def test_what_is_here_before_it_is_found_all_the_same() -> None:
     assert (len(found.slots), found.reason) == (1, "recompute_cheaper")
 
 
-def test_what_is_here_behind_it_would_have_to_be_computed_too() -> None:
-    """Block 1 takes 7 ms to come. Alone that is too long; with 2 behind it, 8 ms are at stake."""
+def test_what_is_here_after_it_would_have_to_be_computed_too() -> None:
+    """Block 1 takes 7 ms to come. Alone that is too long; with 2 after it, 8 ms are at stake."""
     host = measured(7)
     host.disk_stored(1)
     host.store(2)
@@ -199,7 +199,7 @@ def test_the_speed_that_the_engine_has_measured_decides() -> None:
 
 
 def test_long_prompts_are_slower_to_compute() -> None:
-    """The same block behind 1,000,000 tokens: each of its tokens attends to all of them."""
+    """The same block after 1,000,000 tokens: each of its tokens attends to all of them."""
     host = measured(20, tokens_per_s=0)
     host.disk_stored(1)
     near = PrefillCost(1_000_000, pair_fs=10_000_000)
@@ -224,7 +224,7 @@ def test_the_setting_turns_it_off() -> None:
 
 
 def test_the_queue_before_a_load_counts() -> None:
-    """8 ms a block: one is brought; behind four others it would come after 40 ms."""
+    """8 ms a block: one is brought; after four others it would come after 40 ms."""
     host = measured(8, tokens_per_s=0, slots=32)
     cost = PrefillCost(3_000_000)
     host.disk_stored(1, 2, 3, 4, 5)

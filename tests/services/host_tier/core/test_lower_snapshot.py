@@ -25,7 +25,7 @@ def test_all_pages_are_in_it_in_pieces() -> None:
     assert len(pages) > 1
     snapshot: LowerSnapshot | None = None
     for page in pages:
-        snapshot = LowerSnapshot.of(page, behind=snapshot)
+        snapshot = LowerSnapshot.of(page, before=snapshot)
     assert snapshot is not None
     assert (snapshot.epoch, snapshot.seq) == (3, 1)
     pieces = [piece for part in snapshot.parts for piece in part.pieces(4)]

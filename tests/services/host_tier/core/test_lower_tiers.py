@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.follow import FollowLimits
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_host_tier.core.limits import HostTierLimits
@@ -13,8 +14,7 @@ from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.lower_tier_view import (
     AVOID_MAX,
     AVOID_MS,
-    GONE_MAX,
-    LIMITS,
+    GONE_INSTANCES_MAX,
     LowerTierView,
 )
 from kvbm_host_tier.core.lower_tiers import LowerTiers, tier_of
@@ -22,6 +22,8 @@ from kvbm_host_tier.core.messages import AskDiskSnapshot
 
 from tests.libs.lost_events import Follower, Move, block, plays
 from tests.services.host_tier.helpers import name, on_disk
+
+LIMITS = FollowLimits()
 
 
 def has(below: LowerTiers, tier: Tier, *wanted: int) -> None:
@@ -263,7 +265,7 @@ def test_a_block_that_leaves_while_a_snapshot_is_on_its_way_is_gone() -> None:
     assert content(view) == {2}
 
 
-def test_an_event_behind_another_gap_outlasts_a_snapshot() -> None:
+def test_an_event_after_another_gap_outlasts_a_snapshot() -> None:
     """The snapshot closes the first gap, not the second: what is behind that is believed on."""
     source = disk()
     view = following(source)
@@ -277,7 +279,7 @@ def test_an_event_behind_another_gap_outlasts_a_snapshot() -> None:
 
 
 def test_a_snapshot_that_did_not_come_is_asked_for_again_after_a_pause() -> None:
-    """At 499 ms the next event is too early; one question flies at a time; pauses double."""
+    """At 499 ms the next event is too early; one question is in flight at a time; pauses double."""
     source = disk()
     view = following(source)
     stored(source, 1)
@@ -323,7 +325,7 @@ def test_a_malformed_event_that_waits_is_passed_over_as_well() -> None:
 
 
 def test_events_that_find_no_room_to_wait_are_believed_until_the_snapshot() -> None:
-    """One too many behind a gap: it is applied, and only a snapshot says what is true."""
+    """One too many after a gap: it is applied, and only a snapshot says what is true."""
     source = disk()
     view = following(source)
     late = stored(source, 1)
@@ -392,11 +394,11 @@ def test_an_instance_that_left_unheard_is_brought_back_by_no_event() -> None:
 def test_instances_that_came_and_went_are_remembered_up_to_a_bound() -> None:
     """The ones that left last; one that is there is none of them."""
     view = following(disk(), 1)
-    for number in range(1, GONE_MAX + 3):
+    for number in range(1, GONE_INSTANCES_MAX + 3):
         view.apply(f"{number}", disk(instance=f"{number}").cleared("start"))
         view.left(f"{number}")
-    known = [number for number in range(GONE_MAX + 3) if view.epoch(f"{number}")]
-    assert known == [0, *range(3, GONE_MAX + 3)]
+    known = [number for number in range(GONE_INSTANCES_MAX + 3) if view.epoch(f"{number}")]
+    assert known == [0, *range(3, GONE_INSTANCES_MAX + 3)]
     assert view.instances == ["0"]
 
 
@@ -607,7 +609,7 @@ class Viewer(Follower):
 
     def note(self, questions: list[AskDiskSnapshot]) -> None:
         """Note a question, and check the view."""
-        assert not (self.asked and questions), "a question flies"
+        assert not (self.asked and questions), "a question is in flight"
         self.asked = self.asked or bool(questions)
         self.view.check()
 
@@ -615,10 +617,10 @@ class Viewer(Follower):
 MOVES: list[Move] = ["said", "waits", "lost", "notice", "answered", "lands"]
 
 
-def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
+def test_lost_events_are_mended_whatever_snapshot_is_in_flight() -> None:
     """Goal: after each of 364 plays of four moves the view has what the disk tier has.
 
-    Events are lost while a snapshot flies that was made before.
+    Events are lost while a snapshot is in flight that was made before.
     """
     assert sum(Viewer().play(moves) for moves in plays(MOVES, 4)) == 364
 
@@ -629,6 +631,6 @@ def test_a_clear_or_a_life_from_before_a_loss_does_not_hide_it() -> None:
     assert sum(Viewer().play(play) for play in plays(moves, 3)) == 235
 
 
-def test_a_snapshot_that_flew_when_a_tier_left_may_lack_what_it_has_said_since() -> None:
+def test_a_snapshot_in_flight_when_a_tier_left_may_lack_later_events() -> None:
     """What a tier says that has left the registry is not heard. It joins again, and is silent."""
     Viewer().play(["notice", "answered", "flap"])

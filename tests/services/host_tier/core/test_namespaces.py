@@ -80,7 +80,7 @@ def test_a_block_of_another_namespace_in_host_memory_is_a_miss() -> None:
 
 
 def test_the_lookup_ends_at_the_first_block_of_another_namespace() -> None:
-    """bob's block 5 is found; 1 is ada's; bob's 6 behind it is of no use, and not pinned."""
+    """bob's block 5 is found; 1 is ada's; bob's 6 after it is of no use, and not pinned."""
     host = Host()
     joined_by_bob(host)
     stored_by_bob(host, 5, 6)
@@ -247,7 +247,7 @@ def test_a_hit_over_groups_falls_back_before_a_block_of_another_namespace() -> N
     assert host.slots["active"] == 2
 
 
-def test_what_did_not_come_is_told_and_not_what_is_anothers_behind_it() -> None:
+def test_what_did_not_come_is_told_and_not_what_is_anothers_after_it() -> None:
     """bob's block 31 of the window is lost on the way: that is why its hit is short. The window's
     second block, which would be needed for a larger one, is here, and ada's."""
     host = Host(slots=8)

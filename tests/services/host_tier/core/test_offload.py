@@ -180,7 +180,7 @@ def test_small_blocks_are_pulled_together(room: int, slots: int, first: int) -> 
     assert sum(len(pull.blocks) for pull in pulls) == 4
 
 
-def test_no_more_pulls_fly_than_allowed() -> None:
+def test_no_more_pulls_are_in_flight_than_allowed() -> None:
     """Five blocks, batches of one, two at a time."""
     host = Host(slots=8, transfers_max=2, batch_blocks_max=1)
     pulls = of(host.offer(1, 2, 3, 4, 5), StartPull)

@@ -93,7 +93,7 @@ def test_an_offer_ends_at_its_deadline_and_not_before() -> None:
     host.wait(99)
     assert dropped(host) == {}
     host.wait(1)
-    assert why(host, 1) is None, "its pull still flies"
+    assert why(host, 1) is None, "its pull is still in flight"
     assert host.figure("offers") == 1
 
 
@@ -142,8 +142,8 @@ def test_a_draining_tier_takes_nothing() -> None:
     assert (why(host, 2), dropped(host)) == ((1_000, "offload", "draining"), {"offer_draining": 2})
 
 
-def test_blocks_without_room_are_remembered_in_the_batch_and_behind_it() -> None:
-    """One slot of two is leased. 11 goes in; 12 is in the same batch, 13 and 14 behind it."""
+def test_blocks_without_room_are_remembered_in_the_batch_and_after_it() -> None:
+    """One slot of two is leased. 11 goes in; 12 is in the same batch, 13 and 14 after it."""
     host = Host(slots=2, batch_blocks_max=2)
     host.store(1)
     host.found(host.look_up(1))
@@ -157,7 +157,7 @@ def test_blocks_without_room_are_remembered_in_the_batch_and_behind_it() -> None
 
 
 def test_blocks_of_an_incomplete_engine_are_remembered() -> None:
-    """The worker is lost with the first of three: the two behind it cannot be pulled."""
+    """The worker is lost with the first of three: the two after it cannot be pulled."""
     host = Host(transfers_max=1, batch_blocks_max=1)
     host.pull_failed(one_pull(host.offer(1, 2, 3)), reason="peer_lost")
     assert why(host, 1) == (1_000, "offload", "peer_lost")
@@ -177,7 +177,7 @@ def test_a_revoked_offer_is_remembered_and_counted_once() -> None:
 
 
 def test_each_block_of_a_dead_offer_is_counted_once() -> None:
-    """1 is in, 2 flies, 3 waits, when the deadline comes; then 2 fails."""
+    """1 is in, 2 is in flight, 3 waits, when the deadline comes; then 2 fails."""
     host = Host(batch_blocks_max=1, transfers_max=1)
     second = one_pull(host.pulled(one_pull(host.offer(1, 2, 3, deadline_ms=100))))
     host.wait(100)
@@ -190,7 +190,7 @@ def test_each_block_of_a_dead_offer_is_counted_once() -> None:
 
 
 def test_a_dead_offer_is_not_killed_again() -> None:
-    """Its deadline passes, its engine ends, its pull still flies: one reason, counted once."""
+    """Its deadline passes, its engine ends, its pull is in flight: one reason, counted once."""
     host = Host(batch_blocks_max=1, transfers_max=1)
     pull = one_pull(host.offer(1, 2, deadline_ms=100))
     host.wait(100)

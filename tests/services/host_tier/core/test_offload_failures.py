@@ -85,7 +85,7 @@ def test_a_pull_has_no_longer_than_the_offer() -> None:
 
 
 def test_an_offers_deadline_gives_its_slots_back_when_they_are_safe() -> None:
-    """1. One batch is in, one flies, one waits. 2. The deadline: the first is given back at once.
+    """1. One batch is in, one in flight, one waits. 2. The deadline: the first is given back.
 
     3. The second when its pull has ended, well or not. Every block is counted once.
     """
@@ -186,7 +186,7 @@ def test_an_engine_that_leaves_while_its_offer_waits_for_a_confirm() -> None:
 
 
 def test_offers_of_others_go_on_when_an_engine_ends() -> None:
-    """One pull at a time: Ada's flies, Ada's second and Bob's wait. Ada leaves: Bob is next."""
+    """Ada's pull is in flight, her second and Bob's wait. She leaves; Bob is next."""
     host = Host(transfers_max=1, batch_blocks_max=1)
     host.attach(engine="bob")
     pull = one_pull(host.offer(1, 2))

@@ -87,7 +87,7 @@ def test_a_tail_does_not_wait_without_end() -> None:
     assert order[:5] == [1, 2, 21, 3, 22]
 
 
-def test_the_batches_behind_a_cut_are_dropped() -> None:
+def test_the_batches_after_a_cut_are_dropped() -> None:
     host = host_of()
     [first] = host.ask_peers(1, 2, 3, deadline_ms=LONG_MS)
     effects = host.lost(first)
@@ -97,7 +97,7 @@ def test_the_batches_behind_a_cut_are_dropped() -> None:
     assert host.slots["staged"] == 0
 
 
-def test_a_batch_behind_a_cut_that_another_lookup_wants_is_kept() -> None:
+def test_a_batch_after_a_cut_that_another_lookup_wants_is_kept() -> None:
     host = host_of()
     [first] = host.ask_peers(1, 2, 3, deadline_ms=LONG_MS)
     host.look_up(3, deadline_ms=LONG_MS)

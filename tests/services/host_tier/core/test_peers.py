@@ -70,7 +70,7 @@ def test_the_rest_of_a_run_comes_from_a_peer() -> None:
     assert host.core.view.statistics(host.now_ms).figures["guests"] == 2
 
 
-def test_a_long_rest_on_disk_behind_a_peers_block_takes_no_long_step() -> None:
+def test_a_long_rest_on_disk_after_a_peers_block_takes_no_long_step() -> None:
     """8,000 blocks. Built anew for each, the set of the disk's blocks would take seconds."""
     count = 8_000
     host = HostWithPeers(slots=count + 1)
@@ -84,7 +84,7 @@ def test_a_long_rest_on_disk_behind_a_peers_block_takes_no_long_step() -> None:
 
 
 def test_disk_and_peer_share_a_run() -> None:
-    """The disk has 1 and 3, ann has 2: the walk goes on below behind what the peer has."""
+    """The disk has 1 and 3, ann has 2: the walk goes on below after what the peer has."""
     host = HostWithPeers()
     host.disk_stored(1)
     host.disk_stored(3)
@@ -321,8 +321,8 @@ def test_a_pull_that_comes_after_the_answer_stays_as_a_guest() -> None:
     assert host.announced == set()
 
 
-def test_so_many_pulls_fly_and_the_rest_waits() -> None:
-    """1. Two of three batches fly; the third when one has ended. 2. Too late, it never does."""
+def test_so_many_pulls_are_in_flight_and_the_rest_waits() -> None:
+    """1. Two of three batches are in flight; the third starts when one has ended, or never."""
     host = HostWithPeers(slots=8, peer_pulls_max=2, batch_blocks_max=1)
     first, second = host.ask_peers(1, 2, 3)
     [third] = of(host.came(first), PullFromPeer)

@@ -259,7 +259,7 @@ def test_tenants_that_come_one_after_the_other_pin_no_more_than_the_part_of_all(
     assert count(host, "hint_pins_yielded.share") > 0
 
 
-def test_a_block_of_another_size_finds_room_behind_pins() -> None:
+def test_a_block_of_another_size_finds_room_after_pins() -> None:
     """Ada's sessions pin one block in each of four slabs for an hour: that of one slab yields."""
     host = Host(slots=4 * SLAB_UNITS, slab_bytes=SLAB_UNITS * 4096)
     store(host, *range(1, 4 * SLAB_UNITS + 1), engine="ada")

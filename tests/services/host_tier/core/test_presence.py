@@ -242,8 +242,8 @@ def test_a_plan_that_fits_nowhere_ends_where_blocks_are_here() -> None:
 
 def test_a_plan_for_which_there_is_no_slot_is_given_up_after_some_tries() -> None:
     """Twenty times a block of a window is gone, two may come, one is gone, and one is here. A hit
-    behind the two needs two slots; at others one would do, but a block of their window is gone. One
-    slot is left: the plan ends behind the first two blocks, which are here."""
+    after the two needs two slots; at others one would do, but a block of their window is gone. One
+    slot is left: the plan ends after the first two blocks, which are here."""
     groups = [GroupRun(1, 102), GroupRun(1, 102, 2)]
     names = [name(at) for at in range(204)]
     where = dict(zip(names[102:], "hh" + "xccxh" * 20, strict=True))

@@ -184,7 +184,7 @@ def test_a_block_that_came_again_into_its_slot_is_another_one() -> None:
 # --- beside transfers -------------------------------------------------------------------------
 
 
-def test_it_pauses_while_transfers_fly() -> None:
+def test_it_pauses_while_transfers_are_in_flight() -> None:
     """1. A pull. 2. A lease of an engine. 3. A fill. When all have ended it goes on."""
     host = host_of()
     host.store(1)

@@ -8,7 +8,8 @@ import pytest
 from kvbm_common.identity import Namespace, of_tenant, pack_hashes
 from kvbm_common.wire.local import Found, Refused
 from kvbm_common.wire.session_hint import SessionHint
-from kvbm_host_tier.core import session_pins
+from kvbm_host_tier.core import late_demotions, session_pins
+from kvbm_host_tier.core.late_demotions import LATE_MS
 from kvbm_host_tier.core.messages import Answer, AskFill, Effect, TellHits
 from kvbm_host_tier.core.session_pins import SESSIONS_MAX
 
@@ -144,6 +145,57 @@ def test_demoted_blocks_leave_first_unless_they_are_used_again() -> None:
     host.store(60)
     assert host.announced == {1, 40, 50, 60}
     assert count(host, "evictions.evicted") == 2
+
+
+def test_a_requests_last_blocks_are_demoted_when_they_come() -> None:
+    """The hint of 1, 2, 3 is sent before the offer of 2, 3: all three leave before older blocks."""
+    host = Host(slots=6)
+    host.store(1)
+    host.store(30, 40, 50)
+    hint(host, "demote", 1, 2, 3)
+    host.store(2, 3)
+    assert count(host, "hint_blocks_demoted") == 3
+    for number in (60, 70, 80):
+        host.store(number)
+    assert host.announced == {30, 40, 50, 60, 70, 80}
+    host.core.check()
+
+
+@pytest.mark.parametrize("why", ["pinned", "shared", "late", "namespace"])
+def test_a_block_that_comes_is_not_demoted_any_more(why: str) -> None:
+    """Its session wants it again, another one has it, the hint is old, or it is another tenant's.
+
+    Where it is pinned, it is not demoted when the pin ends either.
+    """
+    host = Host(slots=10)
+    host.attach(engine="eve", namespace=GOLD)
+    hint(host, "demote", 2)
+    if why == "pinned":
+        hint(host, "pin", 2)
+        hint(host, "pin", 2, ttl_ms=0)
+    elif why == "shared":
+        hint(host, "pin", 2, session="t", ttl_ms=0)
+        hint(host, "demote", 2)
+    elif why == "late":
+        host.wait(LATE_MS)
+        host.attach()
+    if why == "namespace":
+        host.store_for(2, engine="eve", namespace=GOLD)
+    else:
+        host.store(2)
+    assert 2 in host.announced
+    assert count(host, "hint_blocks_demoted") == 0
+    assert count(host, "hint_demotions_forgotten.age") == (why == "late")
+
+
+def test_so_many_demotions_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three blocks the first is forgotten; the others are demoted when they come."""
+    monkeypatch.setattr(late_demotions, "LATE_MAX", 2)
+    host = Host(slots=10)
+    hint(host, "demote", 1, 2, 3)
+    assert count(host, "hint_demotions_forgotten.room") == 1
+    host.store(1, 2, 3)
+    assert count(host, "hint_blocks_demoted") == 2
 
 
 def test_a_demoted_session_leaves_what_another_pins() -> None:

@@ -50,7 +50,7 @@ def test_next_input_settles_what_was_left(host: Host) -> None:
     assert numbers(told.hits.hashes) == [2]
 
 
-def test_released_slots_are_unpinned_behind_the_next_lookup(host: Host) -> None:
+def test_released_slots_are_unpinned_after_the_next_lookup(host: Host) -> None:
     """A lookup finds blocks of a lease that has just ended; then only its own lease pins them."""
     first = host.found(host.look_up(1, 2))
     host.release(first.lease)

@@ -165,7 +165,7 @@ def test_shares_that_are_no_block_are_refused(shares: Sequence[Share], code: str
     assert of(host.offer(1), StartPull) == []
 
 
-def test_the_right_rank_is_taken_behind_a_wrong_one() -> None:
+def test_the_right_rank_is_taken_after_a_wrong_one() -> None:
     """The wrong one has left nothing behind."""
     host = Host(attach=False)
     join(host, TP2[:1], world_size=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -106,7 +107,7 @@ async def test_malformed_message_is_refused(tmp_path: Path, engine: zmq.Socket[b
             assert isinstance(refused, Refused)
 
 
-async def test_fault_behind_a_message_ends_the_run(
+async def test_fault_after_a_message_ends_the_run(
     tmp_path: Path, engine: zmq.Socket[bytes]
 ) -> None:
     """A broken invariant of the core ends the service: it must not be lost in the event loop."""
@@ -151,3 +152,14 @@ def test_a_sibling_is_not_deserted_for_want_of_a_descriptor_here(
 def no_descriptor(*_: object) -> None:
     """Fail as a process does that has all the files open that it may have."""
     raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def test_a_stop_leaves_no_file(tmp_path: Path) -> None:
+    """Neither a socket nor the lock of the front, which a sibling takes afterwards."""
+    endpoint = f"ipc://{tmp_path}/engines.sock"
+    async with EngineSocket(endpoint, Metrics(), instance="1") as sibling:
+        async with EngineSocket(endpoint, Metrics(), instance="2") as second:
+            assert second.listens_at != endpoint
+        assert sibling.listens_at == endpoint
+        assert (tmp_path / "engines.sock.lock").exists()
+    assert os.listdir(tmp_path) == []

@@ -11,7 +11,7 @@ import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.records import Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.verbs import HolderMatch, MatchReply
+from kvbm_common.wire.index_verbs import HolderMatch, MatchReply
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,

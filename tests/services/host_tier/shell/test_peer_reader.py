@@ -21,15 +21,9 @@ from kvbm_common.errors import RequestFailed
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.service.process import serve
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
 from kvbm_common.wire.local import Found
-from kvbm_common.wire.verbs import (
-    ArenaReply,
-    LeaseReply,
-    LeaseRequest,
-    MatchReply,
-    MatchRequest,
-    verb_subject,
-)
+from kvbm_common.wire.verbs import ArenaReply, LeaseReply, LeaseRequest, verb_subject
 from kvbm_host_tier.shell import peer_reader
 from kvbm_index.shell.service import serve_index
 
@@ -53,13 +47,16 @@ async def test_a_door_that_cannot_be_started_counts_as_one_that_crashed(
 ) -> None:
     """No process or descriptor is left for a moment: it is tried again, and the host tier lives."""
     starts = list[object]()
+    environs = list[dict[str, str]]()
 
-    async def fail(*program: object, **_: object) -> None:
+    async def fail(*program: object, env: dict[str, str], **_: object) -> None:
         starts.append(program)
+        environs.append(env)
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
     monkeypatch.setattr(peer_reader, "BACKOFF_S", (0.0,))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     died = list[int]()
     door = peer_reader.PeerReader("door", on_died=lambda: died.append(door.life))
     door.want("/dev/null")
@@ -71,6 +68,8 @@ async def test_a_door_that_cannot_be_started_counts_as_one_that_crashed(
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert died[:2] == [1, 2]
+    assert "PATH" in environs[0]
+    assert "AWS_SECRET_ACCESS_KEY" not in environs[0], "others reach the peer reader"
 
 
 async def test_a_host_tier_without_a_peer_reader_is_ready_and_says_so(

@@ -26,6 +26,7 @@ from kvbm_host_tier.shell.puller import Puller
 
 from tests.gpu.fake_runtime import FakeRuntime
 
+pytestmark = pytest.mark.usefixtures("small_measurements")
 SLOT_BYTES, PIECE, BLOCKS = 4096, 512, 4
 
 

@@ -63,7 +63,7 @@ async def test_it_costs_what_it_may(settings: Settings, bus: Bus) -> None:
             began_s = time.monotonic()
             ended = await wait_stats(bus, at_least("scrub_rounds", 14))
             spent_us = ended.figures["scrub_cpu_us"] - began.figures["scrub_cpu_us"]
-            one_more_us = spent_us / 4  # The pause behind the last batch was not watched.
+            one_more_us = spent_us / 4  # The pause after the last batch was not watched.
             assert 0 < spent_us <= 0.02 * 1e6 * (time.monotonic() - began_s) + one_more_us
 
 

@@ -24,14 +24,9 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.service.process import serve
+from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
 from kvbm_common.wire.local import Moved
-from kvbm_common.wire.verbs import (
-    MatchReply,
-    MatchRequest,
-    SnapshotReply,
-    StatsReply,
-    verb_subject,
-)
+from kvbm_common.wire.verbs import SnapshotReply, StatsReply, verb_subject
 from kvbm_host_tier.core.shard_map import FrontTaken
 from kvbm_host_tier.shell import siblings as shell
 from kvbm_host_tier.shell.engine_socket import is_deserted, own_endpoint

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats import block_names
 from kvbm_common.nats.block_names import NAMES_MAX, NoSuchBlock, names_with, only_one
+from kvbm_common.wire.index_verbs import DumpReply, DumpRequest
 from kvbm_common.wire.scores import HoldersReply, HolderSummary
-from kvbm_common.wire.verbs import DumpReply, DumpRequest
 from kvbm_index.core.dump_pages import page_of
 
 from tests.services.index.core.test_dump_pages import Names, held

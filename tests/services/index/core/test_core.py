@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
-from kvbm_common.wire.verbs import DumpRequest, SnapshotPart, SnapshotReply
+from kvbm_common.wire.index_verbs import DumpRequest
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 from kvbm_index.core.core import IndexCore
 from kvbm_index.core.messages import (
     Effect,
@@ -243,7 +244,7 @@ def test_a_snapshot_of_the_next_life_begins_it(harness: Harness) -> None:
     assert harness.core.positions() == {KEY: (2, 4)}
 
 
-def test_a_hole_behind_the_snapshot_asks_again(harness: Harness) -> None:
+def test_a_hole_after_the_snapshot_asks_again(harness: Harness) -> None:
     harness.events(cleared(1), stored(3, 1), stored(9, 2))
     assert harness.snapshot(snapshot(4, 7)) == []
     assert harness.held() == set(blocks(7))
@@ -399,7 +400,7 @@ class Indexer(Follower):
     def send(self, event: Input) -> None:
         """One step; a question is noted."""
         effects = self.harness.send(event)
-        assert not (self.asked and effects), "a question flies"
+        assert not (self.asked and effects), "a question is in flight"
         self.asked = self.asked or bool(effects)
 
     def hear(self, event: Event) -> None:
@@ -431,10 +432,10 @@ class Indexer(Follower):
 MOVES: list[Move] = ["said", "lost", "notice", "flap", "answered", "lands"]
 
 
-def test_lost_events_are_mended_whatever_snapshot_flies() -> None:
+def test_lost_events_are_mended_whatever_snapshot_is_in_flight() -> None:
     """Goal: after each of 362 plays of four moves the index has what the source has.
 
-    Events are lost while a snapshot flies that was made before, or the source leaves and joins.
+    Events are lost while a snapshot of before is in flight, or the source leaves and joins.
     """
     assert sum(Indexer().play(moves) for moves in plays(MOVES, 4)) == 362
 
@@ -546,7 +547,7 @@ def test_an_answer_from_before_the_entry_of_a_life_with_a_lower_epoch_is_not_the
 
 
 def test_an_answer_from_before_the_doubt_of_a_higher_epoch_does_not_end_it() -> None:
-    """The life before was asked, and what it missed came by event; its answer flies."""
+    """The life before was asked, and what it missed came by event; its answer is in flight."""
     harness = Harness(Limits(unregistered_ms=50))
     harness.send(SourceJoined(KEY, 3))
     assert harness.events(cleared(1, epoch=9), stored(3, 1, epoch=9)) == [RequestSnapshot(KEY)]

@@ -140,7 +140,7 @@ def whole(message: EventMessage) -> Event | None:
 
 
 def place(event: Event, behind: int = 0) -> tuple[str, int, int]:
-    """Where an event is in its source, or the one behind it."""
+    """Where an event is in its source, or the one after it."""
     return event.source, event.epoch, event.seq + behind
 
 

@@ -56,7 +56,7 @@ def test_a_restored_index_is_equal_and_goes_on() -> None:
 
 
 def test_who_was_behind_is_asked() -> None:
-    """1. Events wait behind a hole. 2. They are not in the image: the source is asked."""
+    """1. Events wait after a hole. 2. They are not in the image: the source is asked."""
     first = Harness()
     first.events(cleared(1), stored(2, 1), stored(4, 3))
     second = restored(first.core)
@@ -69,7 +69,9 @@ def test_a_source_in_an_epoch_from_the_future_is_not_restored() -> None:
     """What the message of a forger has done ends with the next start."""
     holder = HolderImage(host="h", source="a", tier="host", rank=0, group=0, segments=[])
     sources = [
-        SourceImage(host="h", source=name, epoch=epoch, seq=1, state="CURRENT", hollow=False)
+        SourceImage(
+            host="h", source=name, epoch=epoch, seq=1, state="CURRENT", needs_snapshot=False
+        )
         for name, epoch in (("a", 2**62), ("b", 7))
     ]
     other = msgspec.structs.replace(holder, source="b")

@@ -82,7 +82,7 @@ def test_a_count_by_parts_is_one_block_by_block(world: list[tuple[Tier, set[int]
 
 
 def parts_of(numbers: set[int]) -> list[tuple[int, int]]:
-    """Return the parts of a set, each as its first number and the one behind its last."""
+    """Return the parts of a set, each as its first number and the one after its last."""
     starts = sorted(one for one in numbers if one - 1 not in numbers)
     ends = sorted(one + 1 for one in numbers if one + 1 not in numbers)
     return list(zip(starts, ends, strict=True))

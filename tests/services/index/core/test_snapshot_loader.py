@@ -17,20 +17,20 @@ def parts(*ranks: int) -> SnapshotReply:
 
 
 def test_every_rank_has_its_blocks() -> None:
-    arrival = SnapshotLoader.whole(parts(0, 1))
-    assert not arrival.malformed
-    assert sorted(holder[3] for holder in arrival.chains) == [0, 1]
-    for chains in arrival.chains.values():
+    loader = SnapshotLoader.whole(parts(0, 1))
+    assert not loader.malformed
+    assert sorted(holder[3] for holder in loader.chains) == [0, 1]
+    for chains in loader.chains.values():
         chains.check()
         assert set(chains) == {block(number) for number in range(10)}
 
 
 def test_others_have_turns_between_the_pieces() -> None:
-    arrival, pieces = SnapshotLoader(parts(0, 1)), 1
-    while not arrival.go_on(blocks=4):
+    loader, pieces = SnapshotLoader(parts(0, 1)), 1
+    while not loader.go_on(blocks=4):
         pieces += 1
     assert pieces > 2
-    assert {len(chains) for chains in arrival.chains.values()} == {10}
+    assert {len(chains) for chains in loader.chains.values()} == {10}
 
 
 def test_when_it_is_there_every_block_is_listed() -> None:
@@ -40,8 +40,8 @@ def test_when_it_is_there_every_block_is_listed() -> None:
 
 def test_a_part_without_blocks_is_a_holder_without_blocks() -> None:
     reply = msgspec.structs.replace(snapshot(7), parts=[SnapshotPart(namespace=NAMESPACE, runs=[])])
-    arrival = SnapshotLoader.whole(reply)
-    assert not any(arrival.chains.values())
+    loader = SnapshotLoader.whole(reply)
+    assert not any(loader.chains.values())
 
 
 def test_a_name_that_is_none_is_noticed() -> None:

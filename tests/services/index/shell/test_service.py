@@ -28,15 +28,9 @@ from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.services import ServiceRegistration
 from kvbm_common.service.process import serve
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, event_subject
+from kvbm_common.wire.index_verbs import DumpReply, MatchReply
 from kvbm_common.wire.scores import HoldersReply, MatchBatchReply, ScoreReply, WhereReply
-from kvbm_common.wire.verbs import (
-    DumpReply,
-    MatchReply,
-    SnapshotPart,
-    SnapshotReply,
-    StatsReply,
-    verb_subject,
-)
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, StatsReply, verb_subject
 from kvbm_index.shell.service import serve_index
 
 from tests.waiting import ask_until, wait_until

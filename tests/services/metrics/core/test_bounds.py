@@ -8,7 +8,7 @@ import pytest
 from kvbm_common.wire.bounds import SIZE, USED
 from kvbm_common.wire.metrics import Family, MetricsSnapshot, Sample
 from kvbm_metrics.core.bounds import BEHIND, JOURNAL_DUE, MISSED, BoundsOf, bounds_view
-from kvbm_metrics.core.collector import FleetView, Instance
+from kvbm_metrics.core.fleet_view import FleetView, Instance
 
 from tests.services.metrics.samples import record, stats
 

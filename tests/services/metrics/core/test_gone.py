@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
-from kvbm_metrics.core.collector import FleetView, Totals, status_view
+from kvbm_metrics.core.collector import status_view
+from kvbm_metrics.core.fleet_view import FleetView
 from kvbm_metrics.core.gone import GONE_MAX, LEFT_AGE_S, LOST_AGE_S, GoneServices, gone_views
+from kvbm_metrics.core.kvbm_totals import Totals
 from kvbm_metrics.core.rates import Rates
 
 from tests.services.metrics.samples import alive, record, stats

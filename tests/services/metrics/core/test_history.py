@@ -6,7 +6,8 @@ import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_metrics.core.collector import FleetView, Totals, status_view
+from kvbm_metrics.core.collector import status_view
+from kvbm_metrics.core.fleet_view import FleetView
 from kvbm_metrics.core.history import (
     ALL,
     POINT_BYTES,
@@ -16,6 +17,7 @@ from kvbm_metrics.core.history import (
     History,
     lookups_by_host,
 )
+from kvbm_metrics.core.kvbm_totals import Totals
 from kvbm_metrics.core.models import LookupsView
 from kvbm_metrics.core.rates import Rates
 

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.wire.verbs import StatsReply
 from kvbm_metrics.core import flows
-from kvbm_metrics.core.collector import FleetView, Totals, status_view, tier_views
+from kvbm_metrics.core.collector import status_view, tier_views
+from kvbm_metrics.core.fleet_view import FleetView
+from kvbm_metrics.core.kvbm_totals import Totals
 from kvbm_metrics.core.rates import NO_RATE, SPACING_S, WINDOW_S, Rate, Rates
 
 from tests.services.metrics.samples import alive, tier_stats

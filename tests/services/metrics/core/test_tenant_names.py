@@ -7,7 +7,7 @@ import pytest
 from kvbm_common.identity import of_tenant
 from kvbm_common.tenant_tag import tag_of
 from kvbm_common.wire.tier_stats import TenantStats
-from kvbm_metrics.core.collector import Instance
+from kvbm_metrics.core.fleet_view import Instance
 from kvbm_metrics.core.tenant_names import with_names
 
 from tests.services.metrics.samples import NAMESPACE, WORKER, record, stats

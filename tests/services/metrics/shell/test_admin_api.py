@@ -55,7 +55,7 @@ async def client(bus: Bus) -> AsyncIterator[httpx.AsyncClient]:
     """An API over it."""
     registry = NatsRegistry(bus, ttl_s=TTL_S)
     counters = Metrics()
-    audit = AuditLog()
+    audit = AuditLog(counters)
     following = asyncio.create_task(audit.run(bus))
     api = Api(fleet=Fleet(bus, registry, counters), expected=(), version="1", audit=audit,
               access=Access(without_token="admin"))  # fmt: skip

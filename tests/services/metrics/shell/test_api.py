@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -22,12 +23,20 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import ENGINE
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.explain import ExplainListReply, Explanation
+from kvbm_common.wire.explain import (
+    REQUEST_CHARS_MAX,
+    ExplainListReply,
+    ExplainListRequest,
+    ExplainReply,
+    ExplainRequest,
+    Explanation,
+)
+from kvbm_common.wire.index_verbs import HolderMatch, MatchReply, MatchRequest
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.routes import EngineLoad, RouteRequest
-from kvbm_common.wire.verbs import HolderMatch, MatchReply, MatchRequest, StatsReply
-from kvbm_metrics.core import models, route_models
-from kvbm_metrics.core.models import NamespaceQuery
+from kvbm_common.wire.verbs import StatsReply
+from kvbm_metrics.core import query_models, route_models
+from kvbm_metrics.core.query_models import NamespaceQuery
 from kvbm_metrics.shell import api, exposition, problems
 from kvbm_metrics.shell import fleet as fleet_module
 from kvbm_metrics.shell.admission import BODY_BYTES_MAX
@@ -249,6 +258,52 @@ async def test_host_tiers_explain_at_the_same_time(
         said = (await client.get("/v1/explain")).json()
     assert [one["host"] for one in said["requests"]] == ["b", "c"]
     assert said["silent"] == ["host-tier.a.0: deadline_exceeded"]
+
+
+async def test_a_reason_that_does_not_exist_is_refused(world: World) -> None:
+    """One of a newer host tier does: this release does not know it, and finds it."""
+    newer = "newer_reason"
+
+    async def explain(payload: bytes) -> bytes:
+        asked = msgspec.json.decode(payload, type=ExplainListRequest).reason
+        said = Explanation(request="r", engine="e", ts_ms=1, blocks=1, hit_blocks=0, reason=newer,
+                           segments=[])  # fmt: skip
+        return msgspec.json.encode(ExplainListReply(requests=[said] if asked == newer else []))
+
+    await world.add(tier_stats("host-tier", used=1, total=4))
+    await world.bus.add_verbs("host-tier", "0", "a", {"explain_list": explain})
+    async with world.client() as client:
+        problem = problem_of(await client.get("/v1/explain?reason=nonsense"), 422)
+        assert (problem["code"], problem["field"]) == ("bad_query", "reason")
+        assert "no such reason: nonsense; there are never_stored, " in problem["detail"]
+        assert (await client.get("/v1/explain?reason=evicted")).json()["requests"] == []
+        [found] = (await client.get(f"/v1/explain?reason={newer}")).json()["requests"]
+        assert found["reason"] == newer
+
+
+@pytest.mark.parametrize("request_id", ["cmpl-1", "a\nb\n", "a b+c%2F&x=1", "..", "é" * 300])
+async def test_a_request_is_found_by_any_id_that_a_client_may_choose(
+    world: World, request_id: str
+) -> None:
+    """A connector keeps 256 characters of it. Most can be a part of the address as well."""
+    kept = request_id[:REQUEST_CHARS_MAX]
+
+    async def explain(payload: bytes) -> bytes:
+        asked = msgspec.json.decode(payload, type=ExplainRequest).request
+        said = Explanation(request=kept, engine="e", ts_ms=1, blocks=1, hit_blocks=1, reason="",
+                           segments=[])  # fmt: skip
+        return msgspec.json.encode(ExplainReply(requests=[said] if asked == kept else [], kept=1))
+
+    await world.add(tier_stats("host-tier", used=1, total=4))
+    await world.bus.add_verbs("host-tier", "0", "a", {"explain": explain})
+    async with world.client() as client:
+        said = await client.get("/v1/explanation", params={"request": request_id})
+        assert (said.status_code, said.json()["request_id"]) == (200, kept)
+        assert len(said.json()["lookups"]) == 1
+        if "\n" not in request_id and request_id != "..":
+            same = await client.get(f"/v1/explain/{quote(request_id, safe='')}")
+            assert same.json() == said.json()
+        problem_of(await client.get("/v1/explanation?request="), 422)
 
 
 async def test_a_storm_of_requests_is_one_question(world: World) -> None:
@@ -592,7 +647,7 @@ async def test_openapi_is_complete(world: World) -> None:
         "/v1/blocks/{hash}", "/v1/pins", "/v1/pin", "/v1/unpin", "/v1/evict", "/v1/reset",
         "/v1/prefetch", "/v1/resize", "/v1/policy", "/v1/filter", "/v1/drain", "/v1/undrain",
         "/v1/log_level", "/v1/audit", "/v1/jobs", "/v1/jobs/{job}", "/v1/jobs/{job}/cancel",
-        "/v1/events", "/v1/explain", "/v1/explain/{request_id}",
+        "/v1/events", "/v1/explain", "/v1/explain/{request_id}", "/v1/explanation",
     }  # fmt: skip
     for path, methods in document["paths"].items():
         for method in methods.values():
@@ -608,15 +663,30 @@ async def test_openapi_is_complete(world: World) -> None:
 def test_questions_have_the_fields_of_the_wire() -> None:
     """The HTTP body and the wire message cannot drift apart."""
     on_wire = set(MatchRequest.__struct_fields__) - {"v"}
-    assert set(models.MatchQuery.model_fields) == on_wire
+    assert set(query_models.MatchQuery.model_fields) == on_wire
     on_wire = set(RouteRequest.__struct_fields__) - {"v"}
     assert set(route_models.RouteQuery.model_fields) == on_wire
     assert set(route_models.EngineQuery.model_fields) == set(EngineLoad.__struct_fields__)
     for one in msgspec.structs.fields(Namespace):
-        default = models.NamespaceQuery.model_fields[one.name].get_default()
+        default = query_models.NamespaceQuery.model_fields[one.name].get_default()
         if not one.required:
             assert default == ("" if one.default is msgspec.UNSET else one.default), one.name
-    assert set(models.NamespaceQuery.model_fields) == set(Namespace.__struct_fields__)
+    assert set(query_models.NamespaceQuery.model_fields) == set(Namespace.__struct_fields__)
+
+
+@pytest.mark.parametrize("sent", ["application/x-www-form-urlencoded", "text/plain", ""])
+async def test_a_body_of_another_type_is_told_which_type_to_send(world: World, sent: str) -> None:
+    """As curl's `-d` sends it. A body of the right type is told what is wrong in it."""
+    async with world.client() as client:
+        for path in ("/v1/match", "/v1/score"):
+            said = await client.post(path, content=b"{}", headers={"content-type": sent})
+            problem = problem_of(said, 422)
+            assert problem["field"] == "body"
+            told = "body: send JSON with the header Content-Type: application/json"
+            assert problem["detail"] == told
+            as_json = problem_of(await client.post(path, json=[5]), 422)
+            assert "Content-Type" not in as_json["detail"]
+            assert as_json["field"] == "body"
 
 
 LINE_END = "%0A"

@@ -1,4 +1,4 @@
-"""`/v1/events`: live events over real HTTP, from the past, behind an id, and its limits."""
+"""`/v1/events`: live events over real HTTP, from the past, after an id, and its limits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
 async def test_history_then_live_then_resumed(
     publisher: Publisher, client: httpx.AsyncClient
 ) -> None:
-    """1. What was before. 2. What comes. 3. A reader that was cut off goes on behind its id."""
+    """1. What was before. 2. What comes. 3. A reader that was cut off goes on after its id."""
     await publisher.clears("one")
     async with reading(client, "?since=all") as reader:
         first = await reader.event()
@@ -115,6 +115,17 @@ async def test_history_then_live_then_resumed(
     await publisher.clears("three")
     async with reading(client, "", **{"last-event-id": second[0]}) as reader:
         assert (await reader.event())[2] == "three"
+
+
+async def test_an_id_from_before_nats_lost_its_store_begins_at_the_beginning(
+    publisher: Publisher, client: httpx.AsyncClient
+) -> None:
+    """Goal: an EventSource that reconnects with an id of the lost stream hears the new one."""
+    await publisher.clears("one")
+    async with reading(client, "", **{"last-event-id": "201"}) as reader:
+        assert (await reader.event())[2] == "one"
+        await publisher.clears("two")
+        assert (await reader.event())[2] == "two"
 
 
 async def test_a_feed_is_of_what_was_asked_for(
@@ -241,7 +252,7 @@ def packed(place: int, *kinds: str) -> EventMessage:
 
 
 def test_packed_events_pass_one_by_one_as_json() -> None:
-    """Goal: a page reads one form. The last of a message has its place: who goes on behind it has
+    """Goal: a page reads one form. The last of a message has its place: who goes on after it has
     had all of them. 1. All. 2. One kind. 3. A sample cuts within a message. 4. A broken one is
     counted as left out."""
     text = Sample(0).take([packed(7, "stored", "removed", "stored")], 1.0)

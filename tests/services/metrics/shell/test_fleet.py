@@ -17,7 +17,7 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.verbs import MatchReply
+from kvbm_common.wire.index_verbs import MatchReply
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.fleet import Fleet
 from kvbm_metrics.shell.state import Api
@@ -90,6 +90,28 @@ async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClie
     async with short_lived(bus) as registry:
         await registry.register("host-tier", "b", "0")
         await status_when(client, lambda said: not said["gone"])
+
+
+async def test_a_reset_fails_for_a_tier_that_went_silent(bus: Bus, client: AsyncClient) -> None:
+    """Goal: `done` means that no tier has the blocks any more; one that hangs has them."""
+    registry = NatsRegistry(bus, ttl_s=60.0)
+    await registry.register("host-tier", "b", "0")
+    async with short_lived(bus) as silent:
+        await silent.register("disk-tier", "b", "0")
+        await silent.register("disk-tier", "c", "0")
+    await status_when(client, lambda said: len(said["gone"]) == 2)
+    body = {"tier": "all", "host": "b", "everything": True}
+    job = (await client.post("http://localhost/v1/reset", json=body)).json()
+
+    async def ended() -> Any:
+        found = (await client.get(f"/v1/jobs/{job['id']}")).json()
+        return found if found["state"] != "running" else None
+
+    failed = await ask_until(ended, deadline_s=DEADLINE_S, poll_s=0.1)
+    await registry.close()
+    assert failed["state"] == "failed"
+    assert set(failed["errors"]) == {"host-tier.b.0", "disk-tier.b.0"}
+    assert failed["errors"]["disk-tier.b.0"].startswith("lost: ")
 
 
 class SilentBus:

@@ -9,19 +9,25 @@ import msgspec
 import pytest
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.tier.admin import MOVED_MAX
 from kvbm_common.wire.admin import (
     STEP_BLOCKS_MAX,
+    PrefetchRequest,
     RemoveReply,
     RemoveRequest,
     ResizeReply,
     ResizeRequest,
 )
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.verbs import ErrorBody
+from kvbm_host_tier.core.messages import AdminAsked, Answer, AskFill
 from kvbm_metrics.core.admin_models import PrefetchQuery
 from kvbm_metrics.shell.fleet import Fleet, Reply
-from kvbm_metrics.shell.jobs import Jobs, Work
-from kvbm_metrics.shell.operations import prefetching, removing, resizing
+from kvbm_metrics.shell.jobs import Job, Jobs, Work
+from kvbm_metrics.shell.operations import prefetching, removing, resizing, with_lost
 
+from tests.libs.kvbm_common.tier.test_admin import Tier
+from tests.services.host_tier.helpers import Host, name, of
 from tests.services.metrics.samples import record
 from tests.waiting import wait_until
 
@@ -44,15 +50,20 @@ class Stuck:
         return codec.decode(self._payload)
 
 
-async def ended(work: Work) -> dict[str, str]:
-    """Return the errors of a job that has come to its end."""
+async def ended_job(work: Work) -> Job:
+    """Return a job that has come to its end."""
     jobs = Jobs()
     job = jobs.start("x", "ada", work)
     try:
-        await wait_until(lambda: jobs.find(job.id).state != "running", deadline_s=2.0)
+        await wait_until(lambda: jobs.find(job.id).state != "running")
     finally:
         await jobs.close()
-    return jobs.find(job.id).errors
+    return jobs.find(job.id)
+
+
+async def ended(work: Work) -> dict[str, str]:
+    """Return the errors of a job that has come to its end."""
+    return (await ended_job(work)).errors
 
 
 class Dead:
@@ -96,6 +107,8 @@ class Growing(Stuck):
         self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
     ) -> Reply:
         """Answer that two more are in use."""
+        assert isinstance(request, ResizeRequest)
+        assert request.goes_on == (self.asked > 0), "only the first request is a new resize"
         self.asked += 1
         await asyncio.sleep(0)
         slots = 2 * self.asked
@@ -110,6 +123,42 @@ async def test_a_resize_that_only_moves_empty_slots_is_asked_for_until_it_has_en
     assert fleet.asked == 4
 
 
+class Contended(Stuck):
+    """A fleet of one tier with a real table, which two operators resize at the same time."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(ResizeReply(slots=slots, was=slots, capacity=slots))
+        self.tier = Tier(slots)
+
+    async def ask_instance(
+        self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Let the tier take one step; fail after more requests than both need."""
+        self.asked += 1
+        assert self.asked < 100, "both go on without end"
+        await asyncio.sleep(0)
+        assert isinstance(request, ResizeRequest)
+        reply = self.tier.admin.answer(verb, request, 0)
+        if isinstance(reply, ErrorBody):
+            raise RequestFailed(reply.code, reply.message, reply.field)
+        return codec.decode(msgspec.json.encode(reply))
+
+
+async def test_two_resizes_in_opposite_directions_end() -> None:
+    """Goal: the newest resize is carried out, and the older one says why it was not."""
+    slots = 8 * MOVED_MAX
+    fleet = Contended(slots)
+    fleet.tier.admin.answer("resize", ResizeRequest(slots=7 * MOVED_MAX), 0)
+
+    def work(goal: int) -> Work:
+        return resizing(cast(Fleet, fleet), [TIER], "resize", ResizeRequest(slots=goal))
+
+    older, newer = await asyncio.gather(ended(work(100)), ended(work(slots)))
+    assert older == {TIER.key: f"superseded: a newer resize wants {slots} slots"}
+    assert newer == {}
+    assert fleet.tier.table.usable_count == slots
+
+
 async def test_a_removal_without_progress_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the same of `evict`, but a tier may look through many blocks before it removes one."""
     monkeypatch.setattr("kvbm_metrics.shell.operations.IDLE_TURNS_MAX", 5)
@@ -118,6 +167,69 @@ async def test_a_removal_without_progress_ends(monkeypatch: pytest.MonkeyPatch) 
     errors = await ended(removing(cast(Fleet, fleet), [TIER], "evict", request))
     assert "no_progress" in errors[TIER.key]
     assert fleet.asked == 5
+
+
+class Feeding(Stuck):
+    """A fleet of a host tier, and of a disk tier that is writing the blocks of the host tier."""
+
+    def __init__(self) -> None:
+        super().__init__(RemoveReply(removed=0))
+        self.host, self.disk, self.in_flight = 3, 0, 0
+
+    async def ask_instance(
+        self, record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Empty a tier; what the disk tier was writing is there after its turn."""
+        await asyncio.sleep(0)
+        if record.kind == "host-tier":
+            removed, self.host, self.in_flight = self.host, 0, self.in_flight + self.host
+        else:
+            self.in_flight += self.host
+            removed, self.disk, self.in_flight = self.disk, self.in_flight, 0
+        return codec.decode(msgspec.json.encode(RemoveReply(removed=removed)))
+
+
+async def test_a_reset_empties_a_tier_before_those_below_and_removes_what_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: no block is left that was on its way to the disk when the disk tier was emptied."""
+    monkeypatch.setattr("kvbm_metrics.shell.operations.ROUND_PAUSE_S", 0.0)
+    fleet = Feeding()
+    tiers = [record("disk-tier", host="h"), TIER]
+    everything = RemoveRequest(everything=True, actor="ada")
+    job = await ended_job(removing(cast(Fleet, fleet), tiers, "reset", everything))
+    assert (fleet.host, fleet.disk, fleet.in_flight) == (0, 0, 0)
+    assert job.state == "done"
+    assert job.progress == {"removed": 6, "arrived": 3, "kept": 0, "missing": 0}
+
+
+async def test_a_reset_fails_where_a_tier_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what a tier holds that hangs is not taken for removed. The others are emptied."""
+    monkeypatch.setattr("kvbm_metrics.shell.operations.ROUND_PAUSE_S", 0.0)
+    fleet = Feeding()
+    everything = RemoveRequest(everything=True, actor="ada")
+    lost = [record("disk-tier", host="h")]
+    work = with_lost(removing(cast(Fleet, fleet), [TIER], "reset", everything), lost)
+    job = await ended_job(work)
+    assert job.state == "failed"
+    assert job.progress["removed"] == 3
+    [(key, said)] = job.errors.items()
+    assert key == lost[0].key
+    assert said.startswith("lost: it went silent, and what it holds is not removed")
+    assert "tiers that answer are reset" in said
+    assert "--host leaves it out" in said
+
+
+async def test_a_reset_under_traffic_ends_and_counts_what_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbm_metrics.shell.operations.ROUND_PAUSE_S", 0.0)
+    monkeypatch.setattr("kvbm_metrics.shell.operations.SETTLE_S", 0.02)
+    fleet = Stuck(RemoveReply(removed=1))
+    everything = RemoveRequest(everything=True, actor="ada")
+    job = await ended_job(removing(cast(Fleet, fleet), [TIER], "reset", everything))
+    assert job.state == "done"
+    assert job.progress["arrived"] == job.progress["removed"] - 1 > 0
 
 
 class Silent(Stuck):
@@ -139,6 +251,51 @@ async def test_a_tier_that_does_not_answer_is_asked_for_no_further_part() -> Non
     errors = await ended(removing(cast(Fleet, fleet), [TIER, other], "evict", request))
     assert errors.keys() == {"host-tier.h.0", "disk-tier.h.0"}
     assert fleet.asked == 2
+
+
+class Small(Stuck):
+    """A fleet of a host tier with few slots, whose disk has a long run."""
+
+    def __init__(self, slots: int, on_disk: int) -> None:
+        super().__init__(RemoveReply(removed=0))
+        self.host = Host(slots=slots)
+        self.host.disk_stored(*range(1, on_disk + 1))
+
+    async def ask_instance(
+        self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Answer as the host tier does."""
+        await asyncio.sleep(0)
+        assert isinstance(request, PrefetchRequest)
+        effects = self.host.step(AdminAsked(1, verb, request))
+        answers = of(effects, Answer)
+        for fill in of(effects, AskFill):
+            answers += of(self.host.filled(fill), Answer)
+        return codec.decode(msgspec.json.encode(answers[-1].reply))
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "progress", "errors"),
+    [
+        (20, {"blocks": 10, "filled": 10},
+         {TIER.key: "no_room: 10 of 20 blocks are in host memory"}),
+        (8, {"blocks": 8, "filled": 8}, {}),
+    ],
+    ids=["longer than host memory", "partly on disk"],
+)  # fmt: skip
+async def test_a_prefetch_keeps_the_beginning_of_its_run(
+    on_disk: int,
+    progress: dict[str, int],
+    errors: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: what the job reports can be used, from the first block of the run on."""
+    monkeypatch.setattr("kvbm_metrics.shell.operations.PREFETCH_STEP_BLOCKS", 4)
+    fleet = Small(10, on_disk)
+    query = PrefetchQuery(hashes=[name(number).hex() for number in range(1, 21)])
+    job = await ended_job(prefetching(cast(Fleet, fleet), [TIER], query, "ada"))
+    assert (job.progress, job.errors) == (progress, errors)
+    assert fleet.host.announced == set(range(1, progress["blocks"] + 1))
 
 
 class Failing(Stuck):

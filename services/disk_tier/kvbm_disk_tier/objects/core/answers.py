@@ -33,7 +33,7 @@ class Page:
     last_name: str = ""
     """The name after which the next page begins; empty: there is no name on this one."""
     unread: str = ""
-    """Why a part of the names was left out; empty: none was."""
+    """The reason why a part of the names was left out; empty: none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ class FolderList:
 
     prefixes: Sequence[str]
     unread: str = ""
-    """Why folders may have been left out; empty: none was."""
+    """The reason why folders may have been left out; empty: none was."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ListAnswer:
     """A store's answer to a list, as far as it could be read."""
 
     is_listing: bool
-    """Whether the answer has the marks of a listing, at least whether it is cut off."""
+    """True: the answer has the marks of a listing, at least the one of a listing's end."""
     prefix: str | None
     """The prefix that the answer repeats; None: it repeats none."""
     is_truncated: bool
     names: Sequence[str]
 
 
-def refusal_of(answer: Answer, *, prefix: str, after: str) -> str:
+def refusal_of(answer: ListAnswer, *, prefix: str, after: str) -> str:
     """Return why an answer is not a page of these names; empty: it is one."""
     if not answer.is_listing:
         return "an answer that is no listing"

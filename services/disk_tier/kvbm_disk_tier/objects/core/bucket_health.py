@@ -26,7 +26,7 @@ PAUSE_MAX_S = 30.0
 
 
 class BucketState(Enum):
-    """Whether anything is asked for but probes."""
+    """The states of a bucket: in some, nothing is asked for but probes."""
 
     UP = "up"
     DOWN = "down"
@@ -51,7 +51,7 @@ class BucketHealth:
     def __init__(self, pauses: Pauses) -> None:
         self.state = BUCKET.next(None, "made")
         self.reason = ""
-        """Why it is down; empty: it is up."""
+        """The reason why it is down; empty: it is up."""
         self._make_pauses = pauses
         self._troubles = 0
         self._unreadable: set[bytes] = set()

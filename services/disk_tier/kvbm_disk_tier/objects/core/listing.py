@@ -45,7 +45,7 @@ DOUBTED_SHARE = 8
 
 
 class ListingState(Enum):
-    """Whether a listing is under way, and how far it is."""
+    """The states of a listing, from none to its end."""
 
     IDLE = "idle"
     RUNNING = "running"
@@ -86,7 +86,7 @@ class Listing:
         self._namespaces: frozenset[bytes] | None = None
         self._round = 0
         self._youngest: dict[int, Youngest] = {}
-        """By range, what is kept of it."""
+        """Range → the entries that are kept of it."""
         self._waiting: list[Entry] = []
         """A heap of objects without a slot; they get the slots of blocks that are gone."""
         self._listed_count = 0
@@ -94,11 +94,11 @@ class Listing:
         self._unread: set[int] = set()
         """Ranges in which something could not be read: nothing of them is missing."""
         self._named = array("I")
-        """By slot, the last listing that has named its block."""
+        """Slot → the last listing that has named its block."""
         self._missing = array("B")
-        """By slot, how many listings in a row have missed its block; no more than MISSING_MAX."""
+        """Slot → listings in a row that have missed its block; no more than MISSING_MAX."""
         self._known = array("Q")
-        """By slot, its generation when the slots were last looked at, plus one; 0: it was empty."""
+        """Slot → its generation when the slots were last looked at, plus one; 0: it was empty."""
         self._looked_for = self._missed = self._missed_again = 0
         self.doubted_count = 0
         """Blocks that the last listing lacked, and that the next one decides about."""

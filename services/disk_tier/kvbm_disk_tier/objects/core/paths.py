@@ -46,6 +46,6 @@ def is_object(name: str, digits: str) -> bool:
 
 
 def split_prefix(prefix: str) -> tuple[str, str]:
-    """Return the folder that a prefix of names ends in, and the first digits behind it."""
+    """Return the folder that a prefix of names ends in, and the first digits after it."""
     folder, _, digits = prefix.rpartition("/")
     return f"{folder}/" if folder else "", digits

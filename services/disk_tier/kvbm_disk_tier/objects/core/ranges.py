@@ -113,7 +113,7 @@ class Place:
     after: str = ""
     pages: int = 0
     is_whole: bool = True
-    """Whether no page has left out names that could not be read."""
+    """True: no page has left out names that could not be read."""
 
     @property
     def prefix(self) -> str:

@@ -18,7 +18,7 @@ from kvbm_common.tier.tenants import Tenant, Tenants
 Order = tuple[bytes, bytes, str, str, int]
 """A value that orders the objects of one hash."""
 Entry = tuple[int, SequenceHash, Order, Block]
-"""When an object was stored, on our clock, its block's name, its order among the objects of that
+"""The time when an object was stored, on our clock, its block's name, its order among those of that
 name, and the block. Two hosts may have stored one name at the same time; blocks have no order."""
 
 
@@ -39,7 +39,7 @@ class Youngest:
         self._most, self._tenants = most, tenants
         self._count = 0
         self._of: dict[Tenant, list[Entry]] = {}
-        """By tenant, a heap of what is kept of it, oldest first; none is empty."""
+        """Tenant → a heap of its entries that are kept, oldest first; none is empty."""
         self._bytes: Counter[Tenant] = Counter()
 
     def __len__(self) -> int:

@@ -14,8 +14,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from kvbm_disk_tier.objects.core.answers import (
-    Answer,
     FolderList,
+    ListAnswer,
     Listed,
     Page,
     age_ms,
@@ -33,13 +33,28 @@ from kvbm_disk_tier.objects.shell.object_store import (
 from kvbm_disk_tier.objects.shell.s3_client import BucketOptions, Connections, make_client
 
 CALL_DEADLINE_S = 10.0
-"""What we wait for a call, whatever boto3 does."""
+"""The seconds that a call may take, whatever boto3 does."""
 TRIES = 3
-_DENIED = ("AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Forbidden")
+_DENIED = (
+    "AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Forbidden",
+    "ExpiredToken", "InvalidToken", "TokenRefreshRequired",
+)  # fmt: skip
 _NO_BUCKET = ("NoSuchBucket", "InvalidBucketName", "404", "NotFound")
 _KEYS = "DYN_KVBM_OBJECT_ACCESS_KEY and DYN_KVBM_OBJECT_SECRET_KEY"
+_FOUND = "the credentials of AWS' own chain"
+_CALLED = ("ListObjectsV2", "DeleteObjects", "PutObject")
+"""The operations of this module. A failure of another one is that of a source of keys."""
+_KEY_FAILURES = (
+    "CredentialRetrievalError", "TokenRetrievalError", "SSOError", "LoginError", "NoAuthTokenError",
+    "PartialCredentialsError", "ProfileNotFound", "UnknownCredentialError",
+)  # fmt: skip
+"""The names of botocore's errors about keys; an older botocore has fewer."""
 
 T = TypeVar("T")
+
+
+class _KeysRefused(BucketRefused):
+    """The refusal of a client that has found its keys before: they may have been renewed since."""
 
 
 class Bucket:
@@ -120,7 +135,7 @@ class Bucket:
         def list_page(client: Any) -> T:
             reply = client.list_objects_v2(Bucket=self.options.bucket, Prefix=prefix, **wanted)
             listing: ReadListing = reply.get(READ, ReadListing())
-            answer = Answer(
+            answer = ListAnswer(
                 is_listing=listing.is_truncated is not None,
                 prefix=listing.prefix,
                 is_truncated=bool(listing.is_truncated) and "Delimiter" not in wanted,
@@ -136,19 +151,24 @@ class Bucket:
     # --- calls ------------------------------------------------------------------------------
 
     async def _call(self, kind: str, call: Callable[[Any], T], *, tries: int = TRIES) -> T:
-        pauses = backoff()
-        for left in reversed(range(tries)):
+        """Try a call until it succeeds; once more at once where new keys may be found."""
+        pauses, may_renew = backoff(), True
+        left = tries
+        while True:
             try:
                 result = await self._try(call)
             except BucketError as error:
                 self._counted(kind, False)
+                if may_renew and isinstance(error, _KeysRefused):
+                    may_renew = False
+                    continue
+                left -= 1
                 if not error.retry or not left:
                     raise
             else:
                 self._counted(kind, True)
                 return result
             await asyncio.sleep(next(pauses))
-        raise AssertionError("the last try returns or raises")
 
     async def _try(self, call: Callable[[Any], T]) -> T:
         try:
@@ -165,34 +185,52 @@ class Bucket:
         """
         import botocore.exceptions as failures
 
+        client = known = self._client
         try:
-            if self._client is None:
-                self._client = make_client(self.options, self._connections)
-            return call(self._client)
+            if client is None:
+                client = self._client = make_client(self.options, self._connections)
+            return call(client)
         except BucketError:
             raise
         except failures.ClientError as error:
-            raise self._refused(_code(error)) from error
+            if error.operation_name not in _CALLED:
+                raise self._keyless(client, _code(error)) from error
+            raise self._refused(_code(error), client, is_new=known is None) from error
         except failures.NoCredentialsError as error:
+            self._drop(client)
             text = f"{_KEYS} are not set, and there are no other credentials"
             raise BucketRefused(text) from error
         except (failures.BotoCoreError, failures.HTTPClientError, OSError) as error:
+            if any(kind.__name__ in _KEY_FAILURES for kind in type(error).__mro__):
+                raise self._keyless(client, type(error).__name__) from error
             raise self._away(f"cannot be used: {type(error).__name__}") from error
         except Exception as error:  # botocore fails in many ways at what is no answer of S3.
             raise self._away(f"answers what makes no sense: {error!r:.200}") from error
         finally:
             self._connections.forget()
 
-    def _refused(self, code: str) -> BucketError:
+    def _refused(self, code: str, client: Any, *, is_new: bool) -> BucketError:
         if code in _DENIED:
-            return BucketRefused(
-                f"{_KEYS} do not give access to bucket {self.options.bucket} ({code})"
-            )
+            text = f"do not give access to bucket {self.options.bucket} ({code})"
+            if self.options.access_key:
+                return BucketRefused(f"{_KEYS} {text}")
+            self._drop(client)
+            return (BucketRefused if is_new else _KeysRefused)(f"{_FOUND} {text}")
         if code in _NO_BUCKET:
             return BucketRefused(
                 f"DYN_KVBM_OBJECT_BUCKET {self.options.bucket}: there is no such bucket ({code})"
             )
         return self._away(f"answers {code}")
+
+    def _keyless(self, client: Any, what: str) -> BucketError:
+        """Return the error of a call that could not be signed; the source may answer again."""
+        self._drop(client)
+        return BucketError(f"{_KEYS if self.options.access_key else _FOUND} cannot be used: {what}")
+
+    def _drop(self, client: Any) -> None:
+        """Have a new client made, which looks for keys again: one keeps what it has found."""
+        if self._client is client:  # Otherwise another thread has made one since.
+            self._client = None
 
     def _away(self, what: str) -> BucketError:
         where = self.options.endpoint or f"of AWS in {self.options.region}"

@@ -1,6 +1,6 @@
 """Calls that block, in a few daemon threads: a store that hangs holds up neither loop nor end.
 
-A call has a deadline, whatever it is doing. A thread that goes on behind it keeps its turn, so no
+A call has a deadline, whatever it is doing. A thread that goes on after it keeps its turn, so no
 more than the few of them ever hang; the others' callers are told that there is no answer.
 """
 

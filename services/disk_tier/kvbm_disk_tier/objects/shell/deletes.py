@@ -1,7 +1,8 @@
 """Deletes: names of objects that leave the bucket, gathered into batches.
 
-Only a write of the same name waits for a delete. What is not deleted (the
-queue was full, the process ended) is found by the next listing.
+Only a write of the same name waits for a delete. A delete that fails is tried again, also where it
+was refused: keys are renewed. What is not deleted (the queue was full, the process ended) is found
+by the next listing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ that is forgotten here may be listed though it is deleted: the next read finds o
 ROOM = 10_000
 """A listing that finds much to delete waits while more than so many wait."""
 ROOM_WAIT_S = 2.0
-"""How long a page waits for room at most: the store may refuse to delete."""
+"""The seconds that a page waits for room at most: the store may refuse to delete."""
 
 log = OncePerKind(logging.getLogger(__name__))
 
@@ -36,7 +37,7 @@ class Deletes:
         self._bucket = bucket
         self._counted = counted
         self._queue: OrderedDict[str, None] = OrderedDict()
-        self._flying: frozenset[str] = frozenset()
+        self._in_flight: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
         self.lately: OrderedDict[str, None] = OrderedDict()
@@ -44,7 +45,11 @@ class Deletes:
 
     def __len__(self) -> int:
         """Return the number of names that wait for their delete or are being deleted."""
-        return len(self._queue) + len(self._flying)
+        return len(self._queue) + len(self._in_flight)
+
+    def concerns(self, name: str) -> bool:
+        """Tell whether an object is deleted, or to be: a page of a listing may still name it."""
+        return name in self.lately or name in self._queue or name in self._in_flight
 
     def add(self, names: Iterable[str]) -> None:
         """Delete these, some time."""
@@ -60,7 +65,7 @@ class Deletes:
 
     def forget(self) -> None:
         """Forget the finished deletes: a listing that begins now does not name those objects."""
-        self.lately = OrderedDict.fromkeys([*self._flying, *self._queue])
+        self.lately = OrderedDict.fromkeys([*self._in_flight, *self._queue])
 
     async def wait_room(self) -> None:
         """Wait, for a while, until the queue is short."""
@@ -73,8 +78,9 @@ class Deletes:
     async def wait_writable(self, name: str) -> None:
         """Cancel the delete of a name about to be written, or wait until it has ended."""
         self._queue.pop(name, None)
-        while name in self._flying:
+        while name in self._in_flight:
             await self._landed.wait()
+            self._queue.pop(name, None)  # A delete that has failed is in the queue again.
         self.lately.pop(name, None)
 
     async def run(self) -> None:
@@ -91,18 +97,17 @@ class Deletes:
 
     async def _delete_batch(self) -> bool:
         batch = [self._queue.popitem(last=False)[0] for _ in range(min(PAGE_MAX, len(self._queue)))]
-        self._flying = frozenset(batch)
+        self._in_flight = frozenset(batch)
         self._landed.clear()
         try:
             left = await self._bucket.delete(batch)
         except BucketError as error:
             log.warning(error.code, f"{len(batch)} objects could not be deleted: {error}")
             self._counted("failed", len(batch))
-            if error.retry:
-                self._queue.update(dict.fromkeys(batch))
+            self._queue.update(dict.fromkeys(batch))
             return False
         finally:
-            self._flying = frozenset()
+            self._in_flight = frozenset()
             self._landed.set()
         for name, why in left.items():
             log.warning(why, f"{name} could not be deleted: {why}")

@@ -96,7 +96,7 @@ class Directory:
             self._set_clock()
             found: list[Listed] = []
             seen, last_name = 0, ""
-            for name, path in self._folders.names_behind(prefix, after, look):
+            for name, path in self._folders.names_after(prefix, after, look):
                 if seen == PAGE_MAX:
                     return Page(found, True, last_name, look.why)
                 seen, last_name = seen + 1, name

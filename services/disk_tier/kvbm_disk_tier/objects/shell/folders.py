@@ -1,6 +1,6 @@
 """Folders: the names of the objects below a directory, sorted, for pages of a listing.
 
-Files without an object's name are left out and counted as *odd*: a page begins behind the last name
+Files without an object's name are left out and counted as *odd*: a page begins after the last name
 of the page before it, which must be a name of an object. Files and folders that cannot be read are
 left out as well, and counted as *unread*.
 """
@@ -59,8 +59,8 @@ class Folders:
         self._kept: OrderedDict[str, Sequence[str]] = OrderedDict()
         """Directory → its names, for the next pages: a large directory has many pages."""
 
-    def names_behind(self, prefix: str, after: str, look: Look) -> Iterator[tuple[str, Path]]:
-        """Yield the names with a prefix behind one, in order, and their files."""
+    def names_after(self, prefix: str, after: str, look: Look) -> Iterator[tuple[str, Path]]:
+        """Yield the names with a prefix after one, in order, and their files."""
         folder, digits = split_prefix(prefix)
         if len(digits) < DIGITS:
             yield from self._walk(folder, prefix, after, look)

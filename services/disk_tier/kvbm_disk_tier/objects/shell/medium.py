@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_common.errors import DeadlineExceeded
@@ -32,21 +32,18 @@ from kvbm_disk_tier.core.effects import (
 from kvbm_disk_tier.core.journal import Operation, Replay
 from kvbm_disk_tier.core.messages import (
     STALE_ARENA,
-    Input,
     Journaled,
     ReadDone,
-    StoreDown,
     StoreFailed,
     StoreOpened,
     StoreProbed,
-    StoreUp,
     WriteFailed,
     Written,
 )
 from kvbm_disk_tier.objects.core.answers import Listed
-from kvbm_disk_tier.objects.core.bucket_health import BucketHealth
 from kvbm_disk_tier.objects.core.messages import ListedBlock
 from kvbm_disk_tier.objects.core.names import KeyIds, Names
+from kvbm_disk_tier.objects.shell.bucket_watch import BucketWatch
 from kvbm_disk_tier.objects.shell.counters import listed_counter, requests_counter
 from kvbm_disk_tier.objects.shell.deletes import Deletes
 from kvbm_disk_tier.objects.shell.lister import Lister, ListerDoors, Loop
@@ -72,7 +69,7 @@ NO_KEY = "no_key"
 UNSEEN = "unseen"
 """Other bytes have come, and whether they are the object's cannot be told."""
 NOT_ASKED = (STALE_ARENA, CHANGED, DeadlineExceeded.code, NO_KEY)
-"""Why a block was not put without a word from the store."""
+"""Reasons why a block was not put although the store refused nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +84,7 @@ class ObjectOptions:
     label: str
     """Names this instance among those that share the bucket."""
     keys: KeyIds | None = None
-    """What its objects are sealed with; the mover's packing says how."""
+    """The keys that its objects are sealed with; the mover's packing says how."""
 
 
 class ObjectMedium:
@@ -101,7 +98,7 @@ class ObjectMedium:
         self._store = store
         self._mover = mover
         self._names = Names(options.prefix, options.keys)
-        self._health = BucketHealth(backoff)
+        self._watch = BucketWatch(store, self._probe_prefix)
         deleted = counters.counter(
             "kvbm_object_deletes_total", "Deletes by what became of them.", labels=("outcome",)
         )
@@ -109,11 +106,7 @@ class ObjectMedium:
             store, lambda outcome, count: deleted.labels(outcome=outcome).inc(count)
         )
         self._log = OncePerKind(log)
-        self._answers = 0
-        """How often the store has answered a read, a write or a listing."""
         self._opened = asyncio.Event()
-        self._is_down = asyncio.Event()
-        self._say: Callable[[Input], None] = lambda _: None
         self._requests = requests_counter(counters)
         """Shared with the bucket, which counts its own."""
         self._moved = counters.counter(
@@ -190,12 +183,10 @@ class ObjectMedium:
 
     async def run(self, loop: Loop) -> None:
         """List, delete and probe, until cancelled."""
-        self._say = loop.complete
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_listing(loop), name="listing")
             tasks.create_task(self._deletes.run(), name="deletes")
-            tasks.create_task(self._probe_when_down(), name="probe")
-            tasks.create_task(self._check_when_idle(), name="check")
+            tasks.create_task(self._watch.run(loop.complete, self._opened), name="watch")
 
     # --- blocks -----------------------------------------------------------------------------
 
@@ -275,10 +266,10 @@ class ObjectMedium:
                 outcome, is_answer = await self._why(name, block, outcome, until_ms)
             self._request_ended("get", block, outcome)
             if outcome in (OK, GONE, CORRUPT):
-                self._answered(read=True)
+                self._watch.answered(read=True)
             else:
                 reason = f"{self.where}: objects cannot be read ({outcome})"
-                self._trouble(reason, alone=block.hash if is_answer else b"")
+                self._watch.trouble(reason, alone=block.hash if is_answer else b"")
             if outcome in (OK, GONE) or (outcome == CORRUPT and tried):
                 break
         if outcome not in (OK, GONE):
@@ -310,17 +301,17 @@ class ObjectMedium:
 
     async def _may_retry(self, pause_s: float, until_ms: int) -> bool:
         """Wait for the next try; False: there is no time for one, or no point."""
-        if self._health.reason or monotonic_ms() + 1000 * pause_s >= until_ms:
+        if self._watch.reason or monotonic_ms() + 1000 * pause_s >= until_ms:
             return False
         await asyncio.sleep(pause_s)
-        return not self._health.reason
+        return not self._watch.reason
 
     def _request_ended(self, kind: str, block: Block, outcome: str) -> None:
         answered = outcome in (OK, GONE, CORRUPT)
         self._requests.labels(request=kind, outcome="ok" if answered else "failed").inc()
         if outcome == OK:
             self._moved.labels(direction="written" if kind == "put" else "read").inc(block.bytes)
-        self._answers += answered
+        self._watch.answers += answered
 
     # --- listings ---------------------------------------------------------------------------
 
@@ -329,8 +320,8 @@ class ObjectMedium:
         doors = ListerDoors(
             take=self._take,
             begun=self._deletes.forget,
-            worked=self._answered,
-            failed=lambda error: self._trouble(
+            worked=self._watch.answered,
+            failed=lambda error: self._watch.trouble(
                 str(error), refused=isinstance(error, BucketRefused)
             ),
             wait_deletes=self._deletes.wait_room,
@@ -350,51 +341,6 @@ class ObjectMedium:
             self._deletes.add([entry.name])
             return None
         self._listed.labels(kind="ours").inc()
-        if entry.name in self._deletes.lately:
+        if self._deletes.concerns(entry.name):
             return None
         return ListedBlock(block, entry.age_ms)
-
-    # --- health -----------------------------------------------------------------------------
-
-    def _answered(self, *, read: bool = False) -> None:
-        self._answers += 1
-        self._health.good(read=read)
-
-    def _trouble(self, reason: str, *, refused: bool = False, alone: bytes = b"") -> None:
-        if self._health.trouble(reason, refused=refused, alone=alone):
-            self._log.warning("down", reason)
-            self._is_down.set()
-            self._say(StoreDown(reason))
-
-    async def _probe_when_down(self) -> None:
-        while True:
-            await self._is_down.wait()
-            await asyncio.sleep(self._health.pause_s())
-            try:
-                await self._store.probe(self._probe_prefix, write=False)
-            except BucketError as error:
-                if self._health.still_down(str(error)):
-                    self._log.warning(error.code, str(error))
-                    self._say(StoreDown(str(error)))
-                continue
-            self._health.up()
-            self._is_down.clear()
-            log.info("%s works again", self.where)
-            self._say(StoreUp())
-
-    async def _check_when_idle(self) -> None:
-        """Check a store that nothing else asks; one failure takes it out, as a refusal does."""
-        check_s = self._store.check_s
-        if check_s is None:
-            return
-        await self._opened.wait()
-        while True:
-            before = self._answers
-            await asyncio.sleep(check_s)
-            if self._health.is_down or self._answers > before:
-                continue
-            try:
-                await self._store.probe(self._probe_prefix, write=False)
-            except BucketError as error:
-                if self._answers == before:  # It may have waited for others' turns.
-                    self._trouble(str(error), refused=True)

@@ -89,7 +89,7 @@ class ObjectMover:
         self._memory: list[LaneMemory] = []
         """The newest is in use; older ones may still be flown over, and stay."""
         self._arenas: dict[int, Arena] = {}
-        """By epoch."""
+        """Epoch of the host tier → its arena."""
         self._epochs: dict[str, int] = {}
         """Host tier → the epoch of its arena."""
         self._figures = TransferFigures(counters)
@@ -141,7 +141,7 @@ class ObjectMover:
         """Write the arena's bytes at `offset` as an object; return OK or what was wrong."""
         until_s = asyncio.get_running_loop().time() + deadline_s
 
-        async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
+        async def move(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
             if not await self._in_thread(
                 lambda: self._copy_in(memory, taken.lane, arena, offset, block)
             ):
@@ -151,7 +151,7 @@ class ObjectMover:
             future = self._mover.write_object(name, span, deadline_s=max(left_s, 0.01))
             return await self._wait(future, taken, path="h2object")
 
-        return await self._with_lane(fly, epoch, block, write=True, deadline_s=deadline_s)
+        return await self._with_lane(move, epoch, block, write=True, deadline_s=deadline_s)
 
     async def get(
         self, name: str, block: Block, *, epoch: int, offset: int, until_ms: int
@@ -161,7 +161,7 @@ class ObjectMover:
         The sums are the checksums of the block's parts.
         """
 
-        async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str | Sums:
+        async def move(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str | Sums:
             span = self._span(memory, taken.lane, block)
             # How much came is not known: what the lane held before must not complete a torn object.
             memory.lane(taken.lane, block.bytes + self.packing.extra_bytes)[-TAIL_BYTES:] = 0
@@ -174,11 +174,11 @@ class ObjectMover:
             )
 
         left_s = _left_s(until_ms)
-        return await self._with_lane(fly, epoch, block, write=False, deadline_s=left_s)
+        return await self._with_lane(move, epoch, block, write=False, deadline_s=left_s)
 
     async def _with_lane(
         self,
-        fly: Callable[[_Taken, LaneMemory, Bytes], Awaitable[str | T]],
+        move: Callable[[_Taken, LaneMemory, Bytes], Awaitable[str | T]],
         epoch: int,
         block: Block,
         *,
@@ -197,7 +197,7 @@ class ObjectMover:
                 memory = self._lanes_for(block.bytes)
             except (KvbmError, TimeoutError, OSError):  # No memory for larger lanes.
                 return NO_LANE
-            return await fly(taken, memory, arena.array)
+            return await move(taken, memory, arena.array)
         finally:
             if not taken.is_late:
                 self.lanes.give(taken.lane)

@@ -36,7 +36,7 @@ class BucketError(KvbmError):
 
     code = "bucket"
     retry = True
-    """Whether trying again at once may help."""
+    """True: another attempt at once may help."""
 
 
 class BucketRefused(BucketError):

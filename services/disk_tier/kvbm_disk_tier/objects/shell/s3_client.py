@@ -20,7 +20,7 @@ from kvbm_disk_tier.objects.shell.listing_xml import EVENT, before_parse
 
 CONNECT_S = 2.0
 READ_S = 5.0
-"""How long to wait for one piece of an answer."""
+"""The seconds that one piece of an answer may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def make_client(options: BucketOptions, connections: Connections) -> Any:
     """Return a client whose calls can be interrupted, without a request."""
     from botocore.config import Config
 
-    client = _session().client(
+    client = _session(kept=bool(options.access_key)).client(
         "s3",
         endpoint_url=options.endpoint or None,
         region_name=options.region,
@@ -158,9 +158,18 @@ def _watched_pool(pool: Any, connections: Connections) -> Any:
     return type("WatchedPool", (pool,), {"ConnectionCls": Watched})
 
 
-@functools.cache
-def _session() -> Any:
-    """Return the boto3 session; it reads megabytes of descriptions, once for a process."""
+def _session(*, kept: bool) -> Any:
+    """Return a boto3 session: a new one finds the credentials of AWS' own chain again."""
+    return _kept_session() if kept else _new_session()
+
+
+def _new_session() -> Any:
     import boto3
 
     return boto3.session.Session()
+
+
+@functools.cache
+def _kept_session() -> Any:
+    """Return the session of this process: one reads megabytes of descriptions."""
+    return _new_session()

@@ -10,7 +10,8 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_common.extras import ExtraMissing
 from kvbm_common.nixl.mover_thread import MoverThread
-from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.process import run
 
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.limits import limits_of

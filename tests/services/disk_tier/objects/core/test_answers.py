@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvbm_disk_tier.objects.core.answers import (
     CLOCKS_APART_MAX_MS,
     EARLIEST_MS,
-    Answer,
+    ListAnswer,
     age_ms,
     file_server_now_ms,
     refusal_of,
@@ -20,10 +20,10 @@ from kvbm_disk_tier.objects.core.answers import (
 NOW_MS = 1_800_000_000_000
 
 
-def answer(*names: str, **changes: Any) -> Answer:
+def answer(*names: str, **changes: Any) -> ListAnswer:
     """A page of a listing of `kv/`."""
     values: dict[str, Any] = {"is_listing": True, "prefix": "kv/", "is_truncated": False}
-    return Answer(names=names, **(values | changes))
+    return ListAnswer(names=names, **(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def answer(*names: str, **changes: Any) -> Answer:
         answer("kv/z", "kv/ä", "kv/ﬀ", "kv/𝄞"),
     ],
 )
-def test_a_listing_is_believed(good: Answer) -> None:
+def test_a_listing_is_believed(good: ListAnswer) -> None:
     """Also an empty one, one without an echo, and one in the order of UTF-8."""
     assert refusal_of(good, prefix="kv/", after="") == ""
 
@@ -54,7 +54,7 @@ def test_a_listing_is_believed(good: Answer) -> None:
     ],
 )
 def test_what_is_no_listing_of_what_was_asked_for_is_refused(
-    odd: Answer, after: str, reason: str
+    odd: ListAnswer, after: str, reason: str
 ) -> None:
     """A page that comes again would make a listing without an end."""
     assert reason in refusal_of(odd, prefix="kv/", after=after)

@@ -66,12 +66,12 @@ def test_whatever_fails_every_name_is_listed_once(
     stored = sorted(folder + name.hex() for folder in FOLDERS for name in names)
     progress = Progress(Ranges(digits), FOLDERS)
     listed: list[str] = []
-    flying: list[Place] = []
+    in_flight: list[Place] = []
     while not progress.is_over:
-        if len(flying) < 3 and (place := progress.begin()) is not None:
-            flying.append(place)
+        if len(in_flight) < 3 and (place := progress.begin()) is not None:
+            in_flight.append(place)
             continue
-        place = drawn.choice(flying)
+        place = drawn.choice(in_flight)
         if drawn.random() < 0.2:
             progress.failed(place)
             continue
@@ -81,7 +81,7 @@ def test_whatever_fails_every_name_is_listed_once(
         listed += page
         last = page[-1] if page else place.after
         if progress.page(place, last, more=len(here) > length, objects=len(page)):
-            flying.remove(place)
+            in_flight.remove(place)
         progress.check()
     assert sorted(listed) == stored
     assert progress.objects == len(stored)

@@ -346,10 +346,10 @@ OBJECTS = [object_of("000", 0), *(object_of("111", number) for number in range(3
     ],
 )
 @pytest.mark.parametrize("page", [1, 2, 3])
-async def test_a_listing_goes_on_behind_what_has_an_odd_name(
+async def test_a_listing_goes_on_after_what_has_an_odd_name(
     shared: Path, monkeypatch: pytest.MonkeyPatch, odd: str, page: int
 ) -> None:
-    """It ended the service, or hid the folders behind it, where it was the last of a page."""
+    """It ended the service, or hid the folders after it, where it was the last of a page."""
     monkeypatch.setattr(directory_module, "PAGE_MAX", page)
     put_files(shared, *OBJECTS, odd)
     medium = make_medium(shared, Metrics())

@@ -24,8 +24,8 @@ UNWRITTEN_TOLD_MAX = 256
 """Blocks that a full staging arena sends as hits at a time, the oldest unwritten ones first."""
 
 
-class ToldHits:
-    """The hits of one step, until `settle` sends them to the disk tier."""
+class HitReports:
+    """Gathers the hits of one step; `settle` sends them to the disk tier."""
 
     def __init__(self, table: SlotTable, below: LowerTiers, means: Means) -> None:
         self._table, self._below, self._emit = table, below, means.emit

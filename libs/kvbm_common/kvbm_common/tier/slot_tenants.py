@@ -1,8 +1,8 @@
-"""Tenants' slots: whose block is in each, counted, and in the policy of its tenant.
+"""Slot tenants: whose block is in each slot, counted, and in the policy of its tenant.
 
-Only slots of named tenants are noted: of 12 blocks, 5 of gold and 4 of silver, 3 are unnamed. The
-*worst* block is the next one of the tenant that is furthest above its share; `tenants.py` has an
-example with figures.
+They are the layer of a `SlotTable` above its records: see `slots.py`. Only slots of named tenants
+are noted: of 12 blocks, 5 of gold and 4 of silver, 3 are unnamed. The *worst* block is the next one
+of the tenant that is furthest above its share; `tenants.py` has an example with figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbm_common.tier.blocks import Block, BlockColumns
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slab_pool import MakePolicy
 from kvbm_common.tier.slabs import SizeClass
-from kvbm_common.tier.slot_records import SlotRecords
+from kvbm_common.tier.slot_records import STRETCH_BITS, SlotRecords
 from kvbm_common.tier.tenants import (
     TENANTS_MAX,
     Claim,
@@ -35,8 +35,8 @@ from kvbm_common.tier.tenants import (
 from kvbm_common.wire.tier_stats import TenantStats
 
 
-class TenantSlots(SlotRecords):
-    """The tenant of each slot. While no engine names one, all this costs next to nothing."""
+class SlotTenants(SlotRecords):
+    """Slot records with the tenant of each slot. Without named tenants it costs nearly nothing."""
 
     def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants | None = None) -> None:
         """Start with slots without blocks."""
@@ -136,6 +136,16 @@ class TenantSlots(SlotRecords):
         size = self.pool.slab_of[slot].size
         assert size is not None, f"slot {slot} is of no class"
         self.pool.policy_of[slot] = size.policy
+
+    def _empty(self, slot: int) -> None:
+        left = self.block(slot)
+        self._block_bytes -= left.bytes
+        assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
+        self._block[slot] = None
+        self._held_in[slot >> STRETCH_BITS] -= 1
+        if self._owner[slot] is not None:
+            self._take_back(slot, left)
+        self.pool.give_back(slot)
 
     def _note_use(self, slots: Sequence[int]) -> None:
         """Note that a request has asked for the blocks in these slots."""

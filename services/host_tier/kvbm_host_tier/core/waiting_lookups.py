@@ -12,8 +12,8 @@ Waiter = tuple[int, int]
 """The number of a lookup, and the index of the block in its run."""
 
 
-class Waiting:
-    """Block → the lookups that wait for it."""
+class WaitingLookups:
+    """Each block that is on its way, with the lookups that wait for it."""
 
     def __init__(self, findable: Findable) -> None:
         self._waiters: dict[SequenceHash, list[Waiter]] = {}
@@ -32,7 +32,7 @@ class Waiting:
         return self._waiters.keys().isdisjoint(names)
 
     def of(self, name: SequenceHash) -> Sequence[Waiter]:
-        """Return who waits for a block, or has waited for it until it was answered."""
+        """Return the lookups that wait for a block, those included that were answered meanwhile."""
         waiters = self._waiters.get(name, ())
         assert waiters or name not in self._waiters, f"nothing waits for {name.hex()}"
         return waiters
@@ -48,7 +48,7 @@ class Waiting:
             waiters.append(waiter)
 
     def take(self, name: SequenceHash) -> list[Waiter]:
-        """Return who has waited for a block, which is here or does not come."""
+        """Remove and return the lookups that wait for a block, which is here or does not come."""
         waiters = self._waiters.pop(name, None)
         if waiters is None:
             return []

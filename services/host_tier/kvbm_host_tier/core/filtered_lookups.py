@@ -1,4 +1,4 @@
-"""Lookups that engines have answered themselves, by the miss filter: told afterwards, in bulk.
+"""Lookups that engines have answered themselves, by the miss filter, and report later in bulk.
 
 Each is counted and explained as if it had been asked: it would have found nothing.
 """
@@ -18,8 +18,8 @@ from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.miss_reason import Looked
 
 
-class ToldMisses:
-    """Takes in what engines tell; nothing is answered."""
+class FilteredLookups:
+    """Counts and explains the lookups that engines report; nothing is answered."""
 
     def __init__(self, answers: Answers, *, keep: Callable[[Looked], None], means: Means) -> None:
         """Count by `answers`; `keep` keeps a lookup until its misses are explained."""
@@ -27,7 +27,7 @@ class ToldMisses:
         self._keep = keep
         self._counts = means.counts
 
-    def told(self, misses: Misses, engine: Engine, now_ms: int) -> None:
+    def take_in(self, misses: Misses, engine: Engine, now_ms: int) -> None:
         """Count and explain lookups. Raises IdentityError before anything is counted."""
         assert engine.id.incarnation == misses.incarnation, engine.label
         if misses.namespace not in engine.namespaces:

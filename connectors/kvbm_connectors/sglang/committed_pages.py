@@ -1,4 +1,4 @@
-"""Known pages: those that the host tier's committed table lists, found without a question.
+"""Committed pages: those that the host tier's committed table lists, found without a question.
 
 SGLang asks whether pages exist, and reads them later. This process maps the committed table: for
 listed pages SGLang gets its answer at once, while the lookup that leases them is on its way. If one
@@ -16,7 +16,7 @@ from kvbm_common.memory.committed_table import CommittedTableReader
 from kvbm_common.wire.local import Welcome
 
 
-class Known:
+class CommittedPages:
     """The committed table of the host tier's present life. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from kvbm_disk_tier.core.effects import Effect
 from kvbm_disk_tier.core.journal import Replay
 from kvbm_disk_tier.core.limits import DISK, OBJECT, DiskTierLimits, Means, StoreKind
 from kvbm_disk_tier.core.messages import StoreOpened
-from kvbm_disk_tier.core.store import STORE_RETRY_MS, Store
+from kvbm_disk_tier.core.store_status import STORE_RETRY_MS, StoreStatus
 
 from tests.services.disk_tier.helpers import SLOT_BYTES, layout, opened
 
@@ -20,9 +20,9 @@ LIMITS = DiskTierLimits(batch_blocks_max=2, ahead_batches=3)
 SLAB_BYTES = layout(4).slab_bytes
 
 
-def store(kind: StoreKind = DISK, *, limits: DiskTierLimits = LIMITS) -> Store:
+def store(kind: StoreKind = DISK, *, limits: DiskTierLimits = LIMITS) -> StoreStatus:
     """A store that was made and not opened."""
-    return Store(kind, Means(limits, Counter(), list[Effect]().append))
+    return StoreStatus(kind, Means(limits, Counter(), list[Effect]().append))
 
 
 def test_a_store_of_slots_waits_for_an_arena_and_a_bucket_does_not() -> None:

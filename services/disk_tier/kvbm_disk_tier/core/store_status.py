@@ -1,4 +1,4 @@
-"""The store below the core: whether it works, how it is cut, and how large its transfers are.
+"""Store status: whether the store below the core works, how it is cut, how much moves at once.
 
 It is cut for the largest blocks of the arenas that are there when it is made, and takes blocks of
 all sizes up to a slab. A store whose slabs are too short for every block of every arena is replaced
@@ -19,11 +19,11 @@ from kvbm_disk_tier.core.limits import Means, StoreKind
 from kvbm_disk_tier.core.messages import StoreOpened
 
 STORE_RETRY_MS = 5_000
-"""A full disk is rarely emptied faster."""
+"""The pause before a store that could not be opened is tried again: full disks stay full."""
 
 
 class StoreState(Enum):
-    """Whether blocks can be moved to and from the store."""
+    """The states of a store: only an OPEN one lets blocks be moved to and from it."""
 
     CLOSED = "closed"
     OPENING = "opening"
@@ -54,7 +54,7 @@ STORE = Machine(
 )
 
 
-class Store:
+class StoreStatus:
     """One store at a time, by what the medium says of it."""
 
     def __init__(self, kind: StoreKind, means: Means) -> None:
@@ -62,19 +62,19 @@ class Store:
         self.kind = kind
         self.state = STORE.next(None, "made")
         self.problem = ""
-        """Why there is no store, or why it does not work, for /readyz."""
+        """The reason why there is no store, or why it does not work, for /readyz."""
         self.layout: Layout | None = None
-        """How the store is cut; None: there is no store."""
+        """The layout of the store's slots; None: there is no store."""
         self.misfits = not kind.sized
         """Another store, or a first one, is to be opened once nothing is in flight."""
         self.read_blocks_max = limits.read_blocks_max
         self.write_blocks_max = limits.write_blocks_max
         """Blocks of the first size in flight that keep it busy: as measured, or as configured."""
         self.read_load_max = self.write_load_max = self.ahead_load = 0
-        """What those blocks weigh, and those that wait in the mover at most: the bytes of their
-        slots, or their number."""
+        """The loads of those blocks, and of the blocks that wait in the mover at most. A load is
+        the bytes of slots, or their number."""
         self.transfer_of: dict[int, int] = {}
-        """What `transfer_blocks` has returned for each size."""
+        """Slot size → the number of blocks that `transfer_blocks` has returned for it."""
         self.works = False
         """Blocks can be moved now."""
         self.wants_opening = self.misfits

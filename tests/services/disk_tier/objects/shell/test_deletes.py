@@ -1,0 +1,126 @@
+"""Deletes that fail: they are tried again, and no listing brings their objects back meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from kvbm_disk_tier.objects.core.answers import FolderList, Page
+from kvbm_disk_tier.objects.shell import deletes as deletes_module
+from kvbm_disk_tier.objects.shell.deletes import Deletes
+from kvbm_disk_tier.objects.shell.object_store import BucketError, BucketRefused
+
+from tests.waiting import wait_until
+
+
+class Store:
+    """A store that deletes nothing while it has a `failure`, nor before `may_answer` is set."""
+
+    def __init__(self) -> None:
+        self.where = "test"
+        self.check_s: float | None = None
+        self.failure: BucketError | None = None
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.asked: list[list[str]] = []
+        self.deleted: list[str] = []
+
+    async def delete(self, names: Sequence[str]) -> dict[str, str]:
+        """Fail, or delete these."""
+        self.asked.append(list(names))
+        await self.may_answer.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.deleted += names
+        return {}
+
+    async def folders(self, prefix: str) -> FolderList:
+        """Is not asked."""
+        raise NotImplementedError
+
+    async def page(self, prefix: str, after: str) -> Page:
+        """Is not asked."""
+        raise NotImplementedError
+
+    async def size(self, name: str) -> int | None:
+        """Is not asked."""
+        raise NotImplementedError
+
+    async def probe(self, prefix: str, *, write: bool) -> None:
+        """Is not asked."""
+        raise NotImplementedError
+
+
+@pytest.fixture
+async def store() -> Store:
+    """The store of one test."""
+    return Store()
+
+
+@asynccontextmanager
+async def running(deletes: Deletes) -> AsyncIterator[None]:
+    """The task that empties the queue."""
+    task = asyncio.create_task(deletes.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize("failure", [BucketRefused("ExpiredToken"), BucketError("SlowDown")])
+async def test_names_whose_delete_has_failed_are_tried_again(
+    store: Store, failure: BucketError
+) -> None:
+    """1. Deletes fail. 2. A listing begins, and names the objects. 3. The store deletes again."""
+    names = [f"kv/{number}" for number in range(500)]
+    ended: list[tuple[str, int]] = []
+    deletes = Deletes(store, lambda outcome, count: ended.append((outcome, count)))
+    store.failure = failure
+    deletes.add(names)
+    async with running(deletes):
+        await wait_until(lambda: ended)
+        assert ended[0] == ("failed", 500)
+        deletes.forget()
+        assert all(map(deletes.concerns, names)), "a listing would bring them back"
+        store.failure = None
+        await wait_until(lambda: not len(deletes))
+    assert store.deleted == names
+    assert ended[-1] == ("deleted", 500)
+    deletes.forget()
+    assert not any(map(deletes.concerns, names))
+
+
+async def test_an_object_that_is_written_again_is_not_deleted_by_a_delete_that_failed(
+    store: Store,
+) -> None:
+    """The write waits for the delete under way, which would be tried again after it."""
+    deletes = Deletes(store, lambda outcome, count: None)
+    store.failure = BucketRefused("ExpiredToken")
+    store.may_answer.clear()
+    deletes.add(["kv/a", "kv/b"])
+    async with running(deletes):
+        await wait_until(lambda: store.asked)
+        writable = asyncio.create_task(deletes.wait_writable("kv/a"))
+        store.may_answer.set()  # The write waits by then: its task is the first to go on.
+        await writable
+        assert not deletes.concerns("kv/a")
+        store.failure = None
+        await wait_until(lambda: store.deleted)
+    assert store.deleted == ["kv/b"]
+
+
+async def test_every_name_in_a_long_queue_is_kept_from_a_listing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue takes more names than are known once they are deleted."""
+    monkeypatch.setattr(deletes_module, "LATELY_MAX", 2)
+    deletes = Deletes(store, lambda outcome, count: None)
+    names = ["kv/a", "kv/b", "kv/c", "kv/d"]
+    deletes.add(names)
+    assert len(deletes.lately) == 2
+    assert all(map(deletes.concerns, names))
