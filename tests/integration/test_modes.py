@@ -132,17 +132,7 @@ async def test_an_attached_demo_counts_its_own(tmp_path: Path) -> None:
         done = asyncio.Event()
         work = asyncio.create_task(run.work(done))
         await wait_until(lambda: _have_finished(run, 30), "no request has finished")
-        command = ["demo", "--attach", "--requests", "5", "--engines", "1", "--block-kib", "64"]
-        demo_process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvbm_cli.main", *command, "--json", str(tmp_path / "figures"),
-            env=os.environ | run.stack.settings.as_environ(),
-        )  # fmt: skip
-        try:
-            await asyncio.wait_for(demo_process.wait(), 200)
-        finally:
-            if demo_process.returncode is None:
-                demo_process.kill()
-                await demo_process.wait()
+        await _attached_demo(run, tmp_path / "figures", requests=5)
         done.set()
         await work
         host = (await run.view.stats("host-tier")).figures
@@ -152,6 +142,42 @@ async def test_an_attached_demo_counts_its_own(tmp_path: Path) -> None:
     assert 0 < sum(figures["missed"].values()) <= figures["blocks_asked"] + pairs_blocks
     assert host["lookup_blocks.miss"] > 3 * sum(figures["missed"].values()), "others missed more"
     assert figures["paths"]["h2disk"]["of_all_engines"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_demos_that_join_a_busy_stack_pass(tmp_path: Path) -> None:
+    """The tiers are small, so that blocks of an engine of ours come and go during every check."""
+    async with running({"cpu_cache_gb": 0.1, "disk_cache_gb": 0.1}, engines=1) as run:
+        done = asyncio.Event()
+        work = asyncio.create_task(run.work(done))
+        try:
+            await wait_until(lambda: _have_finished(run, 30), "no request has finished")
+            demos = [
+                _attached_demo(run, tmp_path / f"figures-{one}", requests=20) for one in range(2)
+            ]
+            codes = await asyncio.gather(*demos)
+            assert not work.done(), "the stack was busy until the end"
+        finally:
+            done.set()
+            await work
+    reports = [orjson.loads((tmp_path / f"figures-{one}").read_bytes()) for one in range(2)]
+    assert codes == [0, 0], reports
+
+
+async def _attached_demo(run: Running, json: Path, *, requests: int) -> int:
+    """Run `kvbm demo --attach` beside others; returns its exit code."""
+    command = ["demo", "--attach", "--requests", str(requests), "--engines", "1"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvbm_cli.main", *command, "--block-kib", "64", "--json", str(json),
+        env=os.environ | run.stack.settings.as_environ(),
+    )  # fmt: skip
+    try:
+        return await asyncio.wait_for(process.wait(), 200)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def _have_finished(run: Running, count: int) -> bool:

@@ -204,6 +204,17 @@ def test_a_hash_that_is_none_is_refused() -> None:
 # --- pins ---------------------------------------------------------------------------------------
 
 
+def test_figures_say_how_many_leases_each_engine_has() -> None:
+    """A pin of an operator is a lease, and no engine's."""
+    host = Host()
+    host.store(1)
+    assert host.core.view.statistics(host.now_ms).figures["engine_leases.ada"] == 0
+    host.look_up(1)
+    admin(host, "pin", PinRequest(hashes=hexes(1), ttl_ms=1_000, actor="ada"), PinReply)
+    found = host.core.view.statistics(host.now_ms)
+    assert (found.leases, found.figures["pins"], found.figures["engine_leases.ada"]) == (2, 1, 1)
+
+
 def test_a_pinned_block_outlives_a_full_tier_until_its_time_is_over() -> None:
     """1. Pin 1 of four slots. 2. 11 to 14 push everything else out. 3. After the TTL 1 goes too."""
     host = Host()

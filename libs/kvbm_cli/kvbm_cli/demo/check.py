@@ -28,6 +28,14 @@ from kvbm_common.wire.index_verbs import HolderDump
 from kvbm_common.wire.verbs import SnapshotReply, SnapshotRequest, StatsReply, verb_subject
 from kvbm_connectors.sim.driver import EngineHandle
 
+from kvbm_cli.demo.findings import (
+    Difference,
+    Findings,
+    difference_of,
+    is_under_way,
+    leases_but_pins,
+    leftovers_of,
+)
 from kvbm_cli.stack_processes import instances_of
 
 VERB_DEADLINE_S = 5.0
@@ -201,23 +209,35 @@ async def check_stack(
 ) -> Verdict:
     """Wait for a quiet point, then compare every view with the index's.
 
-    Every look asks the tiers that are there then: one that has left in order is no trouble.
+    Every look asks the tiers that are there then: one that has left in order is no trouble. On a
+    shared stack only the engines have to be quiet, and a finding counts if every look has it.
     """
     verdict = Verdict()
+    findings = Findings(lasting=view.is_shared)
     unrest: list[str] = []
     kinds = tier_kinds(with_disk=with_disk)
-    steps = (
-        (lambda: _is_quiet(view, engines, kinds), "the stack is not quiet"),
-        (lambda: _has_answered(view, kinds, verdict), "the tiers do not answer"),
-        (lambda: _agree(view, engines, kinds, verdict), "the views differ"),
+    quiet = () if view.is_shared else kinds
+    steps: tuple[tuple[Callable[[], Awaitable[bool]], str, Callable[[], bool]], ...] = (
+        (lambda: _is_quiet(view, engines, quiet), "the stack is not quiet", lambda: False),
+        (
+            lambda: _has_answered(view, engines, kinds, verdict, findings),
+            "the tiers do not answer",
+            lambda: any(findings.leftovers.values()),
+        ),
+        (
+            lambda: _agree(view, engines, kinds, findings),
+            "the views differ",
+            lambda: any(findings.differences.values()),
+        ),
     )
-    for look, trouble in steps:
+    for look, trouble, has_found in steps:
         try:
             await wait_until(look, trouble)
         except DeadlineExceeded as error:
-            if look is not steps[-1][0] or not verdict.differences:
+            if not has_found():
                 unrest.append(str(error))
-    verdict.differences[:0] = unrest
+    verdict.leases_left, verdict.staged_left = findings.leases_left, findings.staged_left
+    verdict.differences = unrest + findings.texts()
     return verdict
 
 
@@ -227,60 +247,56 @@ async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], kinds: Seq
             return False
     for kind, instance in await view.instances(*kinds):
         stats = await view.stats(kind, instance)
-        names = ["offers", "lookups_waiting", "writes", "reads"]
-        if stats.ready:  # Else blocks wait until it is.
-            names.append("writes_pending")
-        if any(stats.figures.get(name) for name in names) or stats.slots.get("staged"):
+        if is_under_way(stats) or stats.slots.get("staged"):
             return False
-        if kind == "host-tier" and _leases_but_pins(stats):
+        if kind == "host-tier" and leases_but_pins(stats):
             return False
     return True
 
 
-async def _has_answered(view: StackView, kinds: Sequence[str], verdict: Verdict) -> bool:
-    """Note in the verdict what each tier has left, and why it does not serve."""
-    verdict.leases_left, verdict.staged_left = 0, 0
+async def _has_answered(
+    view: StackView,
+    engines: Sequence[EngineHandle],
+    kinds: Sequence[str],
+    verdict: Verdict,
+    findings: Findings,
+) -> bool:
+    """Note what each tier has left, and why it does not serve.
+
+    Returns False where others use the stack, and what is left may still be theirs.
+    """
     verdict.troubles.clear()
-    for kind, instance in await view.instances(*kinds):
-        stats = await view.stats(kind, instance)
-        verdict.leases_left += _leases_but_pins(stats)
-        verdict.staged_left += stats.slots.get("staged", 0)
+    own = [engine.config.name for engine in engines] if view.is_shared else None
+    findings.take_leftovers(
+        {
+            f"{kind}-{instance}": leftovers_of(await view.stats(kind, instance), own)
+            for kind, instance in await view.instances(*kinds)
+        }
+    )
     verdict.troubles += await troubles_of(view, kinds)
     verdict.troubles += [f"{source} is gone, and has not said why" for source in await view.lost()]
-    return True
-
-
-def _leases_but_pins(stats: StatsReply) -> int:
-    """Count the leases of a tier that a run could have left: an operator's pin is meant to stay."""
-    return stats.leases - int(stats.figures.get("pins", 0))
+    return not view.is_shared or not any(findings.leftovers.values())
 
 
 async def _agree(
-    view: StackView, engines: Sequence[EngineHandle], kinds: Sequence[str], verdict: Verdict
+    view: StackView, engines: Sequence[EngineHandle], kinds: Sequence[str], findings: Findings
 ) -> bool:
+    """Compare what each source has with what the index has of it; note what differs."""
     held: dict[str, set[str]] = {}
     for holder in await view.dump():
         held.setdefault(holder.source, set()).update(holder.hashes)
-    verdict.differences.clear()
+    look: dict[str, Difference] = {}
     for kind, instance in await view.instances(*kinds):
         snapshot = await view.snapshot(kind, instance)
         own = {name for part in snapshot.parts for run in part.runs for name in run.hashes}
-        _compare(snapshot.source, own, held.pop(snapshot.source, set()), verdict)
+        look[snapshot.source] = difference_of(own, held.pop(snapshot.source, set()))
     for engine in engines:
         own = {name.hex() for name in await engine.dump()}
-        _compare(engine.config.name, own, held.pop(engine.config.name, set()), verdict)
-    for source, names in held.items():
-        if names and not view.is_shared:
-            verdict.differences.append(f"{source} is in the index with {len(names)} blocks")
-    return verdict.views_consistent
-
-
-def _compare(source: str, own: set[str], indexed: set[str], verdict: Verdict) -> None:
-    if own != indexed:
-        verdict.differences.append(
-            f"{source} holds {len(own)} blocks, the index {len(indexed)}: "
-            f"{len(own - indexed)} unknown to it, {len(indexed - own)} gone"
-        )
+        look[engine.config.name] = difference_of(own, held.pop(engine.config.name, set()))
+    if not view.is_shared:
+        look |= {source: difference_of(set(), names) for source, names in held.items()}
+    findings.take_differences(look)
+    return not any(findings.differences.values())
 
 
 async def wait_until(

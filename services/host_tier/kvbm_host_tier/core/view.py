@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -193,6 +194,14 @@ class HostTierView:
         }
         return self._parts.load_times.figures() | speeds
 
+    def _engine_leases(self) -> dict[str, float]:
+        """Return how many leases each engine has now."""
+        owners = Counter(lease.owner for lease in self._parts.leases.leases.all())
+        return {
+            f"engine_leases.{engine.id.engine}": float(owners[engine.label])
+            for engine in self._parts.engines
+        }
+
     def _figures(self) -> dict[str, float]:
         figures = {name: float(value) for name, value in self.counts.items()}
         figures |= self._parts.answers.hit_rates()
@@ -201,7 +210,7 @@ class HostTierView:
         figures["slots_unsettled"] = float(self._parts.offload.unsettled_count)
         figures["draining"] = float(self._parts.held.draining)
         figures |= self._parts.peers.figures() | self._parts.findable.figures()
-        figures |= self.estimates()
+        figures |= self.estimates() | self._engine_leases()
         figures["shards"] = float(len(self._parts.sharding.map.endpoints))
         figures["front"] = float(self._parts.sharding.is_front)
         figures["waste_percent"] = waste_percent(self._parts.held.table)

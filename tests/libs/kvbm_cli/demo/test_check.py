@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -16,11 +18,13 @@ from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
 from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.events import Cleared, Run, event_codec, event_subject
 from kvbm_common.wire.index_verbs import HolderDump
+from kvbm_common.wire.tier_stats import WorkerStats
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, StatsReply
 from kvbm_connectors.sim.control import EngineConfig, Stats
 from kvbm_connectors.sim.driver import EngineHandle
 
 from tests.connectors.helpers import name
+from tests.libs.wire_examples import WORKER
 
 HELD = {"host-tier-0": {1, 2}, "disk-tier-0": {2}, "disk-tier-0-1": {4}, "sim-0": {3}}
 
@@ -41,6 +45,11 @@ class View:
         self.lost_tiers: list[str] = []
         self.stats_until_it_leaves: int | None = None
         """How often the second disk tier says its stats before it leaves."""
+        self.workers: list[WorkerStats] = []
+        self.dumps: Iterator[dict[str, set[int]]] = itertools.repeat({})
+        """What else the index has of sources, dump by dump."""
+        self.looks: Iterator[dict[str, int]] = itertools.repeat({})
+        """The slots that are staged in each tier beside `staged`, by kind, answer by answer."""
 
     async def lost(self) -> list[str]:
         return self.lost_tiers
@@ -69,7 +78,8 @@ class View:
             ready=not (self.reasons and instance == "0-1"),
             reasons=self.reasons if instance == "0-1" else [],
             leases=self.leases.get(kind, 0),
-            slots={"staged": self.staged.get(kind, 0)}, figures=self.figures,
+            slots={"staged": self.staged.get(kind, 0) + next(self.looks).get(kind, 0)},
+            figures=self.figures, workers=self.workers if kind == "host-tier" else [],
         )  # fmt: skip
 
     async def snapshot(self, kind: str, instance: str) -> SnapshotReply:
@@ -86,9 +96,11 @@ class View:
     async def dump(self) -> list[HolderDump]:
         if self.index_is_away:
             raise NoResponder("nobody serves the index")
+        others = next(self.dumps)
         return [
             HolderDump(host="h", source=source, tier="host", epoch=1, seq=1,
-                       hashes=[name(number).hex() for number in sorted(held)])
+                       hashes=[name(number).hex() for number in sorted(
+                           held ^ others.get(source, set()))])
             for source, held in self.indexed.items()
         ]  # fmt: skip
 
@@ -223,3 +235,85 @@ async def test_a_tier_that_is_not_ready_is_named_with_its_reason(view: View) -> 
     view.reasons = ["the disk takes no blocks: no space"]
     verdict = await verdict_of(view)
     assert verdict.troubles == ["disk-tier-0-1: the disk takes no blocks: no space"]
+
+
+# --- a stack that others use, too -----------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(view: View) -> View:
+    """A stack whose tiers are never at rest: others offer, look up and write all the time."""
+    view.is_shared = True
+    view.figures = {"offers": 1.0, "lookups_waiting": 1.0, "writes": 1.0, "reads": 1.0}
+    return view
+
+
+async def test_what_others_store_and_remove_between_two_looks_is_no_difference(
+    shared: View,
+) -> None:
+    """In the first dump of the index blocks are too many and too few."""
+    first = {source: {2, 20} for source in ("host-tier-0", "disk-tier-0", "sim-0")}
+    shared.dumps = itertools.chain([first], itertools.repeat({}))
+    assert await verdict_of(shared) == Verdict()
+
+
+async def test_a_difference_need_not_end_for_all_blocks_in_one_look(shared: View) -> None:
+    """There is no look without a difference, and no block that differs in two."""
+    shared.dumps = ({"host-tier-0": {20 + look}} for look in itertools.count())
+    assert await verdict_of(shared) == Verdict()
+
+
+@pytest.mark.parametrize("source", HELD)
+@pytest.mark.parametrize("planted", ["unknown", "gone"])
+async def test_a_block_that_differs_in_every_look_is_found_beside_others(
+    shared: View, source: str, planted: str
+) -> None:
+    held = HELD[source]
+    shared.indexed[source] = held | {9} if planted == "gone" else held - {min(held)}
+    shared.dumps = ({source: {20 + look}} for look in itertools.count())
+    [difference] = (await verdict_of(shared)).differences
+    assert difference.startswith(source)
+    assert f"{int(planted == 'unknown')} unknown to it, {int(planted == 'gone')} gone" in difference
+    assert difference.endswith("in every look")
+
+
+async def test_leases_of_others_are_not_counted(shared: View) -> None:
+    shared.leases = {"host-tier": 7}
+    shared.figures |= {"engine_leases.sim-0": 0.0, "engine_leases.other": 7.0}
+    assert await verdict_of(shared) == Verdict()
+
+
+async def test_a_lease_of_an_own_engine_is_found_beside_others(shared: View) -> None:
+    shared.leases = {"host-tier": 8}
+    shared.figures |= {"engine_leases.sim-0": 1.0, "engine_leases.other": 7.0}
+    assert await verdict_of(shared) == Verdict(leases_left=3), "each tier says the same"
+
+
+async def test_a_host_tier_that_does_not_say_whose_leases_are_is_asked_for_all(
+    shared: View,
+) -> None:
+    """A former release: only a look without any lease is then a proof."""
+    shared.leases = {"host-tier": 1}
+    shared.workers = [WORKER]
+    assert (await verdict_of(shared)).leases_left == 1
+
+
+async def test_slots_that_are_staged_for_others_are_not_counted(shared: View) -> None:
+    """They end between two looks, or cannot be told from those of work under way."""
+    shared.staged = {"host-tier": 1}
+    assert await verdict_of(shared) == Verdict()
+    shared.staged, shared.figures = {}, {}
+    shared.looks = itertools.chain([{"host-tier": 3, "disk-tier": 3}] * 6, itertools.repeat({}))
+    assert await verdict_of(shared) == Verdict()
+
+
+async def test_a_slot_that_stays_staged_while_a_tier_is_at_rest_is_found(shared: View) -> None:
+    shared.staged, shared.figures = {"host-tier": 1}, {}
+    shared.looks = ({"host-tier": look % 2} for look in itertools.count())
+    assert (await verdict_of(shared)).staged_left == 1
+
+
+async def test_an_own_engine_that_does_not_come_to_rest_is_told_beside_others(
+    shared: View,
+) -> None:
+    assert "not quiet" in (await verdict_of(shared, idle=False)).differences[0]

@@ -1,0 +1,138 @@
+"""Findings of the looks at a stack: what is left over, and where two views differ.
+
+On a stack that others use, too, one look proves nothing: their blocks come and go between two
+questions. There a finding counts only while every look has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+from kvbm_common.wire.verbs import StatsReply
+
+UNDER_WAY = ("offers", "lookups_waiting", "writes", "reads")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Blocks of one source that only the source has, or only the index."""
+
+    own_count: int
+    indexed_count: int
+    unknown: Set[str]
+    """Names that the index does not know."""
+    gone: Set[str]
+    """Names that only the index has."""
+
+    def __bool__(self) -> bool:
+        return bool(self.unknown or self.gone)
+
+    def narrowed(self, before: Difference) -> Difference:
+        """Return what differed before, too, in the same direction."""
+        unknown, gone = self.unknown & before.unknown, self.gone & before.gone
+        return replace(self, unknown=unknown, gone=gone)
+
+
+def difference_of(own: Set[str], indexed: Set[str]) -> Difference:
+    """Compare the names of a source with those that the index has of it."""
+    return Difference(len(own), len(indexed), own - indexed, indexed - own)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """Leases and staged slots of one tier that a run may have left."""
+
+    leases: int
+    staged: int
+    at_rest: bool
+    """False: staged slots may be those of work that is under way."""
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.staged)
+
+    def narrowed(self, before: Leftovers) -> Leftovers:
+        """Return the least of both looks."""
+        return Leftovers(
+            leases=min(self.leases, before.leases),
+            staged=min(self.staged, before.staged),
+            at_rest=self.at_rest or before.at_rest,
+        )
+
+
+def leftovers_of(stats: StatsReply, engines: Collection[str] | None) -> Leftovers:
+    """Return what one tier has left: with `engines`, of leases only those of these engines."""
+    staged = stats.slots.get("staged", 0)
+    at_rest = not is_under_way(stats)
+    if engines is None:
+        return Leftovers(leases_but_pins(stats), staged, at_rest=True)
+    return Leftovers(_leases_of(stats, engines), staged, at_rest)
+
+
+def _leases_of(stats: StatsReply, engines: Collection[str]) -> int:
+    """Count the leases of these engines; of a host tier that does not say whose, all."""
+    known = [
+        count
+        for engine in engines
+        if (count := stats.figures.get(f"engine_leases.{engine}")) is not None
+    ]
+    if not known and any(worker.engine in engines for worker in stats.workers):
+        return leases_but_pins(stats)
+    return int(sum(known))
+
+
+def leases_but_pins(stats: StatsReply) -> int:
+    """Count the leases of a tier that a run could have left: an operator's pin is meant to stay."""
+    return stats.leases - int(stats.figures.get("pins", 0))
+
+
+def is_under_way(stats: StatsReply) -> bool:
+    """Tell whether a tier has work under way, or waits to begin it."""
+    pending = ["writes_pending"] if stats.ready else []  # Else blocks wait until it is.
+    return any(stats.figures.get(name) for name in [*UNDER_WAY, *pending])
+
+
+@dataclass(slots=True)
+class Findings:
+    """Results of all looks so far, by source."""
+
+    lasting: bool
+    """True: a finding counts only if every look since its source has joined has it."""
+    leftovers: Mapping[str, Leftovers] = field(default_factory=dict)
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+
+    def take_leftovers(self, look: Mapping[str, Leftovers]) -> None:
+        """Add a look at what the tiers have left."""
+        before = self.leftovers if self.lasting else {}
+        self.leftovers = {
+            source: one.narrowed(before[source]) if source in before else one
+            for source, one in look.items()
+        }
+
+    def take_differences(self, look: Mapping[str, Difference]) -> None:
+        """Add a look at views that may differ."""
+        before = self.differences if self.lasting else {}
+        self.differences = {
+            source: one.narrowed(before[source]) if source in before else one
+            for source, one in look.items()
+        }
+
+    @property
+    def leases_left(self) -> int:
+        """The leases of all tiers that count."""
+        return sum(one.leases for one in self.leftovers.values())
+
+    @property
+    def staged_left(self) -> int:
+        """The staged slots that count: not those of a tier that was never seen at rest."""
+        return sum(one.staged for one in self.leftovers.values() if one.at_rest)
+
+    def texts(self) -> list[str]:
+        """Return a sentence for each source whose views differ."""
+        return [
+            f"{source} holds {one.own_count} blocks, the index {one.indexed_count}: "
+            f"{len(one.unknown)} unknown to it, {len(one.gone)} gone"
+            + (", in every look" if self.lasting else "")
+            for source, one in self.differences.items()
+            if one
+        ]
