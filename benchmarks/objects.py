@@ -138,7 +138,8 @@ async def _listed(port: int, objects: int, slots: int) -> Figures:
     )  # fmt: skip
     lister = Lister(bucket, NAMES, slots, doors)
     await bucket.page(f"{ROOT}x", "")  # boto3 is loaded.
-    running = [asyncio.create_task(one) for one in (loop.run(()), deletes.run(), pauses())]
+    deleting = deletes.run(lambda _: None)
+    running = [asyncio.create_task(one) for one in (loop.run(()), deleting, pauses())]
     before_mb, started_s, cpu_s = _memory_mb(), time.monotonic(), time.process_time()
     await lister.list_all(loop)
     while len(deletes):  # noqa: ASYNC110  The queue does not tell when it is empty.

@@ -9,6 +9,7 @@ import msgspec
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.tier.breaker import FAILURES_MAX
+from kvbm_common.tier.layout import Layout
 from kvbm_common.wire.admin import (
     BlockReply,
     BlockRequest,
@@ -32,16 +33,20 @@ from kvbm_common.wire.admin import (
 )
 from kvbm_common.wire.verbs import ErrorBody
 from kvbm_disk_tier.core.effects import Answer, OpenStore, ReadSlots, RewriteJournal, SayAccepting
+from kvbm_disk_tier.core.journal import Replay
 from kvbm_disk_tier.core.journal_writer import REWRITE_PAUSE_MS
 from kvbm_disk_tier.core.messages import (
     AdminAsked,
     ArenaKnown,
+    DeletesRefused,
     JournalFailed,
     ReadFailed,
     StoreDown,
     StoreFailed,
+    StoreOpened,
     StoreUp,
 )
+from kvbm_disk_tier.objects.core.core import ObjectTierCore
 
 from tests.services.disk_tier.helpers import Disk, arena, block, filled, name, one, opened
 from tests.services.disk_tier.shell.test_service import (
@@ -177,6 +182,35 @@ def test_a_store_that_is_down_is_not_reset() -> None:
     assert "may come back: no access (AccessDenied)" in refusal.message
     disk.step(StoreUp())
     assert admin(disk, "reset", everything, RemoveReply).removed == 1
+
+
+def test_a_store_that_refuses_to_delete_is_not_reset_and_says_so() -> None:
+    """Goal: keys that may not delete leave the objects, which the next listing finds."""
+    disk = Disk()
+    disk.store(1)
+    everything = RemoveRequest(everything=True)
+    disk.step(DeletesRefused("objects cannot be deleted (AccessDenied)"))
+    refusal = admin(disk, "reset", everything, ErrorBody)
+    assert "may come back: objects cannot be deleted (AccessDenied)" in refusal.message
+    assert disk.core.view.statistics().reasons == ["objects cannot be deleted (AccessDenied)"]
+    disk.store(2)
+    assert disk.announced == {1, 2}, "it goes on to be written"
+    disk.step(DeletesRefused(""))
+    assert disk.core.view.statistics().ready
+    assert admin(disk, "reset", everything, RemoveReply).removed == 2
+
+
+def test_a_bucket_is_not_reset_before_it_has_answered() -> None:
+    """Goal: what it holds is not known yet, so `removed=0` would be taken for empty."""
+    core = ObjectTierCore(host="h", instance="0", epoch=7)
+    core.start()
+    asked = AdminAsked(1, "reset", RemoveRequest(everything=True))
+    refusal = one(core.step(asked, 0), Answer).reply
+    assert isinstance(refusal, ErrorBody)
+    assert "may come back: the store has not answered yet" in refusal.message
+    core.step(StoreOpened(Layout.unsized(4), Replay({}, 1, 0, 0)), 0)
+    assert one(core.step(asked, 0), Answer).reply == RemoveReply(removed=0)
+    core.check()
 
 
 def test_a_reset_fails_while_the_journal_lacks_records_of_removed_blocks() -> None:

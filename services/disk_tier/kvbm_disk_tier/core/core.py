@@ -31,6 +31,7 @@ from kvbm_disk_tier.core.messages import (
     AnnounceMore,
     ArenaFailed,
     ArenaKnown,
+    DeletesRefused,
     FillAsked,
     HitsTold,
     HostEvent,
@@ -206,13 +207,9 @@ class DiskTierCore:
             case ReadFailed():
                 self.reads.failed(event, now_ms)
             case (
-                StoreOpened()
-                | StoreFailed()
-                | StoreAbsent()
-                | AnnounceMore()
-                | StoreDown()
-                | StoreUp()
-            ):
+                StoreOpened() | StoreFailed() | StoreAbsent() | AnnounceMore() | StoreDown()
+                | StoreUp() | DeletesRefused()
+            ):  # fmt: skip
                 self._take_of_store(event, now_ms)
             case JournalPartWritten():
                 self.inventory.journal.part_written()
@@ -300,6 +297,8 @@ class DiskTierCore:
                 self.store.went_down(reason)
             case StoreUp():
                 self.store.came_up()
+            case DeletesRefused(reason):
+                self.store.keeps = reason
             case _:
                 assert_never(event)
 
@@ -318,7 +317,7 @@ class DiskTierCore:
     def _removal_problem(self) -> str:
         """Return why the store may keep what is removed from the table; empty: it does not."""
         bypass = "" if self.health.reads else self.health.problem
-        return self.store.problem or bypass or self.inventory.journal.problem
+        return self.store.removal_problem or bypass or self.inventory.journal.problem
 
     def _set_filter(self, request: FilterRequest) -> FilterReply:
         now = self.pending.admission.filter

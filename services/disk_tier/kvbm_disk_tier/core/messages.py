@@ -275,6 +275,16 @@ class StoreUp:
 
 
 @dataclass(frozen=True, slots=True)
+class DeletesRefused:
+    """The store keeps what it was to delete, and reads and writes go on.
+
+    `reason` is for the operator; empty: it deletes again.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AdminAsked:
     """An operator wants to know or to change something."""
 
@@ -304,7 +314,9 @@ WriteInput = Leased | LeaseFailed | Written | WriteFailed | Released | Journaled
 """Inputs that tell how a step of a write has ended."""
 ReadInput = FillAsked | ReadLanded | ReadDone | ReadFailed
 """Fills, and how their reads have ended."""
-StoreInput = StoreOpened | StoreFailed | StoreAbsent | AnnounceMore | StoreDown | StoreUp
+StoreInput = (
+    StoreOpened | StoreFailed | StoreAbsent | AnnounceMore | StoreDown | StoreUp | DeletesRefused
+)
 """Inputs about the store."""
 HealthInput = StoreProbed | JournalRewritten | Synchronised
 """Inputs that tell whether the store works, beside those of reads and writes."""

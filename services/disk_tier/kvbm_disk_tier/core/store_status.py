@@ -63,6 +63,8 @@ class StoreStatus:
         self.state = STORE.next(None, "made")
         self.problem = ""
         """The reason why there is no store, or why it does not work, for /readyz."""
+        self.keeps = ""
+        """The reason why it deletes nothing, for /readyz; empty: it deletes, or was not asked."""
         self.layout: Layout | None = None
         """The layout of the store's slots; None: there is no store."""
         self.misfits = not kind.sized
@@ -86,6 +88,16 @@ class StoreStatus:
     def has_slots(self) -> bool:
         """Tell whether blocks move between arenas and the store, once it works."""
         return self.layout is not None or not self.kind.sized
+
+    @property
+    def removal_problem(self) -> str:
+        """Return why the store may keep what is removed from the table; empty: it does not.
+
+        What a bucket holds is not known before it was opened. A disk says it before the core
+        starts.
+        """
+        is_known = self.kind.sized or self.layout is not None
+        return self.problem or self.keeps or ("" if is_known else "the store has not answered yet")
 
     @property
     def slot_bytes(self) -> int:

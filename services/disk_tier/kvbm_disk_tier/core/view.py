@@ -76,7 +76,8 @@ class View:
         kind, inventory = self._core.store.kind, self._core.inventory
         announcer = inventory.announcer
         frequency = self._core.pending.admission.filter
-        problems = (self._core.store.problem, self._core.health.problem)
+        store = self._core.store
+        problems = (store.problem, store.keeps, self._core.health.problem)
         reasons = [problem for problem in problems if problem]
         figures = {name: float(value) for name, value in self._core.counts.items()}
         figures["writes"] = float(len(self._core.writes.in_flight.by_id))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_disk_tier.core.messages import ReadDone, StoreDown, StoreUp, Written
+from kvbm_disk_tier.core.messages import DeletesRefused, ReadDone, StoreDown, StoreUp, Written
 from kvbm_disk_tier.objects.core import bucket_health
 from kvbm_disk_tier.objects.core.messages import (
     ListedBlock,
@@ -222,6 +222,24 @@ async def test_an_odd_answer_to_a_delete_ends_nothing(
         async with running(medium) as inbox:
             await wait_until(lambda: [one for one in odd.requests if one[0] == "POST"])
             await wait_until(lambda: inbox.of(ListingEnded))
+
+
+async def test_an_answer_that_refuses_each_delete_is_told_with_its_reason(
+    odd: OddServer, medium: ObjectMedium
+) -> None:
+    """1. 200, with AccessDenied for the one name. 2. The keys may delete now: it is gone."""
+    error = f"<Error><Key>{OURS}</Key><Code>AccessDenied</Code></Error>"
+    answer = http(f"<DeleteResult>{error}</DeleteResult>")
+    odd.answer = lambda method, query: answer if method == "POST" else sane(method, query)
+    with arena() as made:
+        await medium.append(Place(made, medium).removing(block(1)))
+        async with running(medium) as inbox:
+            await wait_until(lambda: inbox.of(DeletesRefused))
+            assert "objects cannot be deleted (AccessDenied)" in inbox.of(DeletesRefused)[0].reason
+            assert not inbox.of(StoreDown), "reads and writes go on"
+            answer = http("<DeleteResult></DeleteResult>")
+            await wait_until(lambda: len(inbox.of(DeletesRefused)) > 1)
+            assert inbox.of(DeletesRefused)[-1].reason == ""
 
 
 async def test_a_maintenance_page_for_an_object_deletes_nothing(

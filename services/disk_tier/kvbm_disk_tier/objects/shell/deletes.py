@@ -1,8 +1,9 @@
 """Deletes: names of objects that leave the bucket, gathered into batches.
 
 Only a write of the same name waits for a delete. A delete that fails is tried again, also where it
-was refused: keys are renewed. What is not deleted (the queue was full, the process ended) is found
-by the next listing.
+was refused: keys are renewed. A store may refuse some names of a batch, and delete others: those
+are not tried again, unless the reason passes. What is not deleted (it was refused, the queue was
+full, the process ended) is found by the next listing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvbm_common.runtime.logs import OncePerKind
 
-from kvbm_disk_tier.objects.shell.object_store import PAGE_MAX, BucketError, ObjectStore, backoff
+from kvbm_disk_tier.objects.shell.object_store import (
+    PAGE_MAX,
+    BucketError,
+    BucketRefused,
+    ObjectStore,
+    backoff,
+)
 
 QUEUE_MAX = 100_000
 LATELY_MAX = 50_000
@@ -25,6 +32,11 @@ ROOM = 10_000
 """A listing that finds much to delete waits while more than so many wait."""
 ROOM_WAIT_S = 2.0
 """The seconds that a page waits for room at most: the store may refuse to delete."""
+
+PASSING = (
+    "InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown",
+)  # fmt: skip
+"""S3's reasons why one name of a batch is left that say nothing of the next attempt."""
 
 log = OncePerKind(logging.getLogger(__name__))
 
@@ -42,6 +54,9 @@ class Deletes:
         self._landed = asyncio.Event()
         self.lately: OrderedDict[str, None] = OrderedDict()
         """Deleted, or to be, since `forget`: a page of a listing may still name them."""
+        self._refusal = ""
+        """The reason why the store deletes nothing; empty: it does, or has nothing to delete."""
+        self._refused: Callable[[str], None] = lambda _: None
 
     def __len__(self) -> int:
         """Return the number of names that wait for their delete or are being deleted."""
@@ -83,8 +98,12 @@ class Deletes:
             self._queue.pop(name, None)  # A delete that has failed is in the queue again.
         self.lately.pop(name, None)
 
-    async def run(self) -> None:
-        """Delete what is added, until cancelled."""
+    async def run(self, refused: Callable[[str], None]) -> None:
+        """Delete what is added, until cancelled.
+
+        `refused(reason)` hears when the store begins to refuse; "": it deletes again.
+        """
+        self._refused = refused
         pauses = backoff()
         while True:
             await self._wake.wait()
@@ -94,8 +113,10 @@ class Deletes:
                     pauses = backoff()
                 else:
                     await asyncio.sleep(next(pauses))
+            self._judge("")
 
     async def _delete_batch(self) -> bool:
+        """Delete the oldest names of the queue; return whether any of them is gone."""
         batch = [self._queue.popitem(last=False)[0] for _ in range(min(PAGE_MAX, len(self._queue)))]
         self._in_flight = frozenset(batch)
         self._landed.clear()
@@ -105,12 +126,33 @@ class Deletes:
             log.warning(error.code, f"{len(batch)} objects could not be deleted: {error}")
             self._counted("failed", len(batch))
             self._queue.update(dict.fromkeys(batch))
+            if isinstance(error, BucketRefused):
+                self._judge(str(error))
             return False
         finally:
             self._in_flight = frozenset()
             self._landed.set()
+        return self._land(batch, left)
+
+    def _land(self, batch: Sequence[str], left: Mapping[str, str]) -> bool:
+        """Take the store's answer: the names of the batch that are left, and why."""
         for name, why in left.items():
             log.warning(why, f"{name} could not be deleted: {why}")
         self._counted("failed", len(left))
         self._counted("deleted", len(batch) - len(left))
-        return True
+        is_any_gone = len(left) < len(batch)
+        refusals = [why for why in left.values() if why not in PASSING]
+        for name in batch:
+            if name in left and (left[name] in PASSING or not is_any_gone):
+                self._queue[name] = None
+        if is_any_gone:
+            self._judge("")
+        elif refusals:
+            self._judge(f"{self._bucket.where}: objects cannot be deleted ({refusals[0]})")
+        return is_any_gone
+
+    def _judge(self, refusal: str) -> None:
+        """Tell of a refusal, or of its end, once."""
+        if refusal != self._refusal:
+            self._refusal = refusal
+            self._refused(refusal)

@@ -23,6 +23,8 @@ class Store:
         self.where = "test"
         self.check_s: float | None = None
         self.failure: BucketError | None = None
+        self.left: dict[str, str] = {}
+        """Names that it does not delete, and why; "*": all others."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.asked: list[list[str]] = []
@@ -34,8 +36,9 @@ class Store:
         await self.may_answer.wait()
         if self.failure is not None:
             raise self.failure
-        self.deleted += names
-        return {}
+        left = {name: why for name in names if (why := self.left.get(name, self.left.get("*")))}
+        self.deleted += [name for name in names if name not in left]
+        return left
 
     async def folders(self, prefix: str) -> FolderList:
         """Is not asked."""
@@ -61,11 +64,12 @@ async def store() -> Store:
 
 
 @asynccontextmanager
-async def running(deletes: Deletes) -> AsyncIterator[None]:
-    """The task that empties the queue."""
-    task = asyncio.create_task(deletes.run())
+async def running(deletes: Deletes) -> AsyncIterator[list[str]]:
+    """The task that empties the queue, and the refusals that it tells."""
+    told: list[str] = []
+    task = asyncio.create_task(deletes.run(told.append))
     try:
-        yield
+        yield told
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -124,3 +128,68 @@ async def test_every_name_in_a_long_queue_is_kept_from_a_listing(
     deletes.add(names)
     assert len(deletes.lately) == 2
     assert all(map(deletes.concerns, names))
+
+
+@pytest.mark.parametrize("why", ["InternalError", "SlowDown", "AccessDenied"])
+async def test_names_that_a_store_leaves_are_tried_again_when_it_deletes_none(
+    store: Store, why: str
+) -> None:
+    """S3 answers 200, with an error for each name."""
+    deletes = Deletes(store, lambda outcome, count: None)
+    names = ["kv/a", "kv/b"]
+    store.left = {"*": why}
+    deletes.add(names)
+    async with running(deletes):
+        await wait_until(lambda: len(store.asked) > 1)
+        deletes.forget()
+        assert all(map(deletes.concerns, names)), "a listing would bring them back"
+        store.left = {}
+        await wait_until(lambda: not len(deletes))
+    assert sorted(store.deleted) == names
+
+
+async def test_a_name_that_a_store_leaves_for_now_is_tried_again_and_a_refused_one_is_not(
+    store: Store,
+) -> None:
+    """One object is locked for a year: the next listing may find it."""
+    ended: list[tuple[str, int]] = []
+    deletes = Deletes(store, lambda outcome, count: ended.append((outcome, count)))
+    store.left = {"kv/b": "InternalError", "kv/c": "AccessDenied"}
+    deletes.add(["kv/a", "kv/b", "kv/c"])
+    async with running(deletes) as told:
+        await wait_until(lambda: len(store.asked) > 1)
+        store.left = {}
+        await wait_until(lambda: not len(deletes))
+    assert (store.deleted, store.asked[1]) == (["kv/a", "kv/b"], ["kv/b"])
+    assert ended[:2] == [("failed", 2), ("deleted", 1)]
+    assert told == [], "it deletes"
+
+
+@pytest.mark.parametrize("failure", [None, BucketRefused("no access (AccessDenied)")])
+async def test_a_store_that_refuses_to_delete_is_told_once_and_that_it_deletes_again(
+    store: Store, failure: BucketRefused | None
+) -> None:
+    """For each name, or as a whole."""
+    deletes = Deletes(store, lambda outcome, count: None)
+    store.failure, store.left = failure, {"*": "AccessDenied"}
+    deletes.add(["kv/a"])
+    async with running(deletes) as told:
+        await wait_until(lambda: len(store.asked) > 1)
+        [reason] = told
+        assert "AccessDenied" in reason
+        store.failure, store.left = None, {}
+        await wait_until(lambda: not len(deletes))
+        await wait_until(lambda: len(told) > 1)
+    assert told == [reason, ""]
+
+
+async def test_a_refusal_ends_with_the_last_name_that_was_refused(store: Store) -> None:
+    """Its block is written again, so that nothing is to be deleted."""
+    deletes = Deletes(store, lambda outcome, count: None)
+    store.left = {"*": "AccessDenied"}
+    deletes.add(["kv/a"])
+    async with running(deletes) as told:
+        await wait_until(lambda: told)
+        await deletes.wait_writable("kv/a")
+        await wait_until(lambda: len(told) > 1)
+    assert told[-1] == ""
