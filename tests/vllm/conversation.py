@@ -22,9 +22,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`run` the asks, `reset` the prefix cache, `dump` its content, `verify never`,
-    `hold loads`, `time calls`, `load weights`, `reset all`, `reset refused` (while the first ask
-    runs; ok: vLLM has refused), `pause`, `park`, `restore`, `state` (nothing but the reply) or
-    `stop`."""
+    `hold loads`, `time calls`, `load weights`, `replace adapter` (in place, by that of the first
+    ask), `reset all`, `reset refused` (while the first ask runs; ok: vLLM has refused), `pause`,
+    `park`, `restore`, `state` (nothing but the reply) or `stop`."""
 
     what: str
     path: str = ""

@@ -75,6 +75,8 @@ class Engine:
                 self._time_calls()
             case "load weights":
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_path": command.path})
+            case "replace adapter":
+                ok = bool(self._engine.add_lora(adapter_of(command.asks[0], load_inplace=True)))
             case "reset all":
                 ok = bool(
                     self._engine.reset_prefix_cache(
@@ -141,7 +143,6 @@ class Engine:
 
     def _run(self, asks: list[Ask]) -> list[Answer]:
         from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
 
         started: dict[str, float] = {}
         first: dict[str, float] = {}
@@ -155,11 +156,7 @@ class Engine:
             if ask.salt is not None:
                 prompt["cache_salt"] = ask.salt
             started[ask.name] = time.perf_counter()
-            lora = None
-            if ask.lora is not None:
-                name, number, path = ask.lora
-                lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
-            self._engine.add_request(ask.name, prompt, parameters, lora_request=lora)
+            self._engine.add_request(ask.name, prompt, parameters, lora_request=adapter_of(ask))
         steps = 0
         seen: dict[str, int] = {}
         waited: dict[str, int] = {}
@@ -307,6 +304,16 @@ def hold_loads(path: Path) -> None:
         start(load)
 
     side._start = start_later
+
+
+def adapter_of(ask: Ask, **more: Any) -> Any:
+    """Return vLLM's LoRARequest of an ask; None: it has no adapter."""
+    from vllm.lora.request import LoRARequest
+
+    if ask.lora is None:
+        return None
+    name, number, path = ask.lora
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, **more)
 
 
 def _finite(logprob: float) -> float:

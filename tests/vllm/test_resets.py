@@ -181,3 +181,38 @@ def test_an_adapter_is_known_by_its_content(
         assert engine.count("requests_refused.lora_recent") == 1
     finally:
         engine.stop()
+
+
+def test_an_adapter_that_is_replaced_in_place_stores_nothing(
+    stack: LiveStack, model: str, tmp_path: Path, log_dir: Path
+) -> None:
+    """Goal: what vLLM computes with new weights under an old adapter's name is not stored.
+
+    1. A request with an adapter is computed.
+    2. vLLM loads another adapter under its number, and then computes a request with the old one
+       that had waited.
+    3. The same prompt with the old adapter under a number of its own is answered as without a
+       cache.
+    """
+    first = make_lora(tmp_path / "first", model, seed=1)
+    second = make_lora(tmp_path / "second", model, seed=2)
+    arguments = {"enable_lora": True, "max_lora_rank": 8}
+    engine = EngineProcess(
+        model, stack.settings, log=log_dir / "replaced.log", arguments=arguments
+    ).wait_started()
+    tokens = prompt(3, 300)
+
+    def ask(name: str, number: int, path: str, salt: str | None = None) -> Ask:
+        return Ask(name=name, tokens=tokens, lora=("poet", number, path), salt=salt)
+
+    try:
+        engine.wait_attached(stack)
+        one = engine.run(ask("one", 1, first, salt="first"))
+        assert engine.say(Command(what="replace adapter", asks=[ask("", 1, second)])).ok
+        waited = engine.run(ask("waited", 1, first))
+        assert not same(waited, one), "computed with the new weights"
+        engine.reset()
+        again = engine.run(ask("again", 2, first))
+        assert alike(again, one)
+    finally:
+        engine.stop()

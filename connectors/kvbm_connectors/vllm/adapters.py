@@ -4,7 +4,9 @@ The connector reads an adapter's files when a request brings it for the first ti
 their times with every further request. vLLM loads files on request, keeps them while there
 is room, and names its own device blocks by the adapter's name and path. So once the files of an
 adapter have changed, or its number stands for another one, it is not known what the engine
-computes with, nor what its device cache still holds: requests that use it pass through.
+computes with, nor what its device cache still holds: requests that use it pass through. So do
+those of both adapters, until the caches are reset, and of the number ever after: vLLM may have
+computed either with the other's weights.
 
 vLLM may have loaded an adapter long before its first request, and keeps it over a reset. So files
 that were changed after the engine began say nothing of what it computes with: such an adapter
@@ -57,6 +59,8 @@ NUMBERS_IN_USE = 256
 """Numbers of one adapter where those that were left out are used again. The consolidator does
 without further ones: to tell each in turn would take a message with each request."""
 NEVER_NS = 2**63
+REPLACED = ("", "")
+"""Stands in the place of an adapter for a number that was several adapters'."""
 WARNED_MAX = 256
 """Adapters and reasons that are logged, each once; all refusals are counted."""
 WAYS_OUT = {
@@ -119,19 +123,38 @@ class Adapters:
         self._numbers: dict[int, tuple[str, str]] = {}
         """The ADAPTERS_MAX numbers that were used last, and what each stands for. A reset leaves
         them, as vLLM keeps what it has loaded under a number."""
+        self._loaded: dict[int, tuple[str, str]] = {}
+        """Numbers of adapters that vLLM has loaded, and no request has used yet."""
+        self._mixed: set[tuple[str, str]] = set()
+        """Adapters with such a number: the device's cache may have blocks of one under the name of
+        another, until a reset."""
         self._told: dict[int, tuple[str, str]] = {}
         """Number → the adapter that the consolidator knows by it. An adapter has NUMBERS_IN_USE
         numbers at most."""
 
     def value_of(self, lora: Any) -> str:
         """Return what stands for an adapter in names. Raises AdapterRefused."""
-        path = str(getattr(lora, "lora_path", "") or getattr(lora, "lora_local_path", ""))
-        key = (str(lora.lora_name), path)
+        key = _key_of(lora)
         try:
             return self._value_of(lora, key)
         except AdapterRefused as refused:
             self._warn(key[0], refused)
             raise
+
+    def is_replaced(self, lora: Any) -> bool:
+        """Return whether requests with the number of an adapter that vLLM has loaded now may be
+        computed with other weights than they were named by."""
+        number, key = int(lora.lora_int_id), _key_of(lora)
+        if number not in self._numbers and self._loaded.setdefault(number, key) == key:
+            if len(self._loaded) > ADAPTERS_MAX:
+                del self._loaded[next(iter(self._loaded))]
+            return False
+        try:
+            self._note(number, key)
+        except AdapterRefused:
+            return True
+        known = self._known.get(key)
+        return known is not None and not is_unchanged(known.files)
 
     def _warn(self, name: str, refused: AdapterRefused) -> None:
         """Say once for each adapter and reason why it is not cached, and the way out."""
@@ -144,6 +167,10 @@ class Adapters:
         number = int(lora.lora_int_id)
         again = number in self._numbers
         self._note(number, key)
+        if key in self._mixed:
+            raise AdapterRefused("lora_changed", f"a number of {lora.lora_name} was another's")
+        if len(self._mixed) >= ADAPTERS_MAX:
+            raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters had numbers of others")
         if getattr(lora, "lora_tensors", None) is not None:
             raise AdapterRefused("lora_in_memory", f"{lora.lora_name} has no files")
         known = self._known.get(key)
@@ -160,11 +187,18 @@ class Adapters:
 
         vLLM keeps the adapters that were used last, so these are remembered.
         """
-        known = self._numbers[number] = self._numbers.pop(number, key)
+        loaded = self._loaded.pop(number, key)
+        known = self._numbers[number] = self._numbers.pop(number, loaded)
         if len(self._numbers) > ADAPTERS_MAX:
             del self._numbers[next(iter(self._numbers))]
-        if known != key:
-            raise AdapterRefused("lora_changed", f"{number} was {known}")
+        if known == key:
+            return
+        self._numbers[number] = REPLACED
+        if len(self._mixed) < ADAPTERS_MAX:
+            self._mixed |= {known, key}
+        if self._told.pop(number, None):
+            self._said(self._all())
+        raise AdapterRefused("lora_changed", f"{number} was {known}")
 
     def _tell(self, number: int, key: tuple[str, str], *, again: bool) -> None:
         """Tell the consolidator of a number, in the place of the oldest where there are many.
@@ -226,3 +260,9 @@ class Adapters:
         if not self._final:
             self._known.clear()
         self._told.clear()
+        self._mixed.clear()
+
+
+def _key_of(lora: Any) -> tuple[str, str]:
+    path = str(getattr(lora, "lora_path", "") or getattr(lora, "lora_local_path", ""))
+    return str(lora.lora_name), path

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import Hasher, Namespace, of_tenant
+from kvbm_common.identity import Hasher, of_tenant
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -24,6 +24,7 @@ from kvbm_connectors.client.affinity import unbound
 from kvbm_connectors.client.engine_options import log_beside
 from kvbm_connectors.client.pass_through import PassThrough
 from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.vllm.adapter_loads import watch_loads
 from kvbm_connectors.vllm.adapters import Adapters
 from kvbm_connectors.vllm.block_holds import BlockHolds, evict_from
 from kvbm_connectors.vllm.computation import application_of
@@ -64,7 +65,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._scheduler_half: SchedulerHalf | None = None
         self._worker: WorkerSide | None = None
-        self._meter = CountMeter(self.counts, is_busy=self._is_busy)
+        self._meter = CountMeter(
+            self.counts, is_busy=lambda: self._scheduler is not None and not self._scheduler.idle
+        )
         self._block_pool: Any = None
         self._watch = PrefixCacheWatch()
         self._forgets = self._options.forgets(weights_are_pushed(vllm_config))
@@ -86,6 +89,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._pass_through(role, f"{error} ({error.code})")
             return
         self._groups = groups_of(kv_cache_config, self._namespace)
+        self._group_namespaces = [group.hasher.namespace for group in self._groups[1:]]
         self._group_count = len(kv_cache_config.kv_cache_groups)
         self._hybrid = is_hybrid(kv_cache_config)
         self._holds = BlockHolds() if self._hybrid or repeats_request_ids() else None
@@ -93,6 +97,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._world_size = int(vllm_config.parallel_config.world_size)
         if role == KVConnectorRole.SCHEDULER:
             recompute_failed_loads(transfer)
+            watch_loads()
             with unbound():
                 self._start_scheduler()
 
@@ -140,13 +145,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 final=self._options.lora_final,
             ),
         )
+        self.adapter_loaded = self._scheduler.adapter_loaded  # Called by adapter_loads.py.
         self._scheduler_half.start()
         self._barrier = watch_ranks(half, self._scheduler.counts, self._world_size, settings)
         log.info("%s, namespace %s", self._life.engine, self._namespace)
-
-    @property
-    def _group_namespaces(self) -> list[Namespace]:
-        return [group.hasher.namespace for group in self._groups[1:]]
 
     # --- both -------------------------------------------------------------------------------
 
@@ -180,9 +182,6 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return what either half has counted since the last call."""
         added = self._meter.take()
         return None if added is None else KvbmStats(added)
-
-    def _is_busy(self) -> bool:
-        return self._scheduler is not None and not self._scheduler.idle
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:

@@ -14,6 +14,14 @@ from kvbm_connectors.vllm.stream_marks import MarkEnd
 NEWS = threading.Event()
 """Rung by both halves' threads. With one worker they share a process with vLLM's scheduler, which
 then need not sleep through the answer that it waits for."""
+IDLE_WAIT_S = 0.001
+"""The longest that a step without work waits; news ends the wait. vLLM itself waits as long."""
+
+
+def await_news() -> None:
+    """Wait for the bell, or IDLE_WAIT_S."""
+    NEWS.wait(IDLE_WAIT_S)
+    NEWS.clear()
 
 
 @dataclass(frozen=True, slots=True)

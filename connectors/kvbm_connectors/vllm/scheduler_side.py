@@ -30,18 +30,13 @@ from kvbm_connectors.vllm.device_offers import DeviceOffers, Tables
 from kvbm_connectors.vllm.engine_types import BlockTable, EngineRequest, SchedulerOutput
 from kvbm_connectors.vllm.half import Half
 from kvbm_connectors.vllm.kv_groups import KvGroup, decoded_together, runs_of
-from kvbm_connectors.vllm.plan import NEWS, RankResults, StepPlan, StepReport, impossible_load
+from kvbm_connectors.vllm.plan import RankResults, StepPlan, StepReport, await_news, impossible_load
 from kvbm_connectors.vllm.step_meter import StepMeter
 from kvbm_connectors.vllm.stream_marks import RankMarks
-from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, refusal_of_request
+from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, refusal_of_request, users_of
 from kvbm_connectors.vllm.versions import states_of, tables_of
 
 log = logging.getLogger(__name__)
-
-IDLE_WAIT_S = 0.001
-"""The longest that a step without work waits; news ends the wait. vLLM itself waits as long."""
-
-Evict = Callable[[EngineRequest, int], None]
 
 
 class SchedulerSide:
@@ -85,12 +80,11 @@ class SchedulerSide:
         """Greatest common divisor of the groups' block sizes: blocks end at multiples of it."""
         self._together = decoded_together(self.groups, self._least, DECODED_BLOCKS)
         self._states_handed_over = any(group.handed_over for group in self.groups)
-        self.evict: Evict = lambda request, first: None
+        self.evict: Callable[[EngineRequest, int], None] = lambda request, first: None
         """Takes a request's blocks from a token on out of vLLM's prefix cache."""
         self.tables_of: Callable[[Any, str], Tables] = tables_of
         self._requests: dict[str, Tracked] = {}
-        self._loads: list[Load] = []
-        """Taken since the last plan."""
+        self._loads: list[Load] = []  # Taken since the last plan.
         self._results = RankResults(world_size)
         self._waiting, self._rests = 0, False  # Lookups without answer; the last step was empty.
 
@@ -230,8 +224,7 @@ class SchedulerSide:
         loads, self._loads = tuple(self._loads), []
         waiting, self._waiting, self._rests = self._waiting, 0, not output.num_scheduled_tokens
         if self._rests and not loads and not sent and self._expects(waiting):
-            NEWS.wait(IDLE_WAIT_S)
-            NEWS.clear()
+            await_news()
         self.steps.planned(output, self._requests)
         mark, offering = self._offers.mark_of_step(), self._offers.any_out
         return StepPlan(loads, offering=offering, sent=tuple(sent), mark=mark)
@@ -348,6 +341,7 @@ class SchedulerSide:
                 extras = () if refused else self.first_extras_of(request)
             except AdapterRefused as error:
                 refused, extras = error.code, ()
+                self.adapter_loaded(request.lora_request)
             if refused:
                 self.counts[f"requests_refused.{refused}"] += 1
             tracked = self._requests[request.request_id] = Tracked(
@@ -364,6 +358,12 @@ class SchedulerSide:
         value = None if lora is None else self._adapters.value_of(lora)
         found = request_extras(lora=value, salt=request.cache_salt, generation=self._generation)
         return tuple(found.get(0, ()))
+
+    def adapter_loaded(self, lora: Any) -> None:
+        """Store nothing more of requests whose adapter this one has replaced."""
+        if self._adapters.is_replaced(lora):
+            for tracked in users_of(lora, self._requests.values()):
+                self._refuse(tracked, "lora_changed")
 
     def _refuse(self, tracked: Tracked, reason: str) -> None:
         """Store nothing of a request any more, and load nothing for it."""

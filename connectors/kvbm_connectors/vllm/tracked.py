@@ -14,8 +14,9 @@ does with blocks whose load a step waits for, when their request is aborted duri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash
 
@@ -267,6 +268,14 @@ class Tracked:
         if not held:
             self.held.pop(at, None)
         return taken
+
+
+def users_of(lora: Any, requests: Iterable[Tracked]) -> Iterator[Tracked]:
+    """Yield the requests that have not finished, and whose adapter has this one's number."""
+    for one in requests:
+        adapter = one.request.lora_request
+        if adapter is not None and adapter.lora_int_id == lora.lora_int_id and not one.finished:
+            yield one
 
 
 def runs_to_offer(

@@ -147,7 +147,7 @@ def test_an_adapter_whose_files_change_is_refused_until_a_reset(tmp_path: Path) 
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"2")
     assert side.matched(Request("changed", lora_request=Lora(path)), 0) == (0, False)
     assert side.matched(Request("new number", lora_request=Lora(path, 2)), 0) == (0, False)
-    assert side.counts["requests_refused.lora_changed"] == 2
+    assert side.counts["requests_refused.lora_changed"] == 3, "the first one runs on"
     side.reset(NEW)
     after = asked(side, half, lora_request=Lora(path))
     assert not set(before) & set(after)
@@ -198,6 +198,92 @@ def test_a_number_stands_for_one_adapter_after_a_reset_and_if_it_was_refused(
         assert refused.value.code == "lora_changed"
 
 
+def test_both_adapters_of_a_number_are_refused_until_a_reset(tmp_path: Path) -> None:
+    """Goal: no block that was computed with one adapter is stored under the name of another.
+
+    vLLM may have computed requests of either with the other's weights, and its device cache has
+    their blocks under the name that the requests say. The number itself is never trusted again.
+    """
+    one, other = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"2")
+    said: list[list[Adapter]] = []
+    adapters = Adapters(said.append)
+    value = adapters.value_of(Lora(one))
+    for lora in (Lora(other), Lora(one), Lora(one, 2), Lora(other, 3)):
+        with pytest.raises(AdapterRefused) as refused:
+            adapters.value_of(lora)
+        assert refused.value.code == "lora_changed"
+    assert said[-1] == [], "events with the number have no name"
+    adapters.forget()
+    assert adapters.value_of(Lora(one, 2)) == value
+    with pytest.raises(AdapterRefused):
+        adapters.value_of(Lora(one))
+
+
+def test_too_many_replaced_adapters_make_all_pass_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: what is remembered of adapters that trade places is bounded, and never forgotten."""
+    monkeypatch.setattr("kvbm_connectors.vllm.adapters.ADAPTERS_MAX", 4)
+    lora, adapters = Lora(make_adapter(tmp_path / "a"), 1, "painter"), Adapters()
+    for version in range(5):
+        assert adapters.is_replaced(Lora(f"/{version}", 2)) == bool(version)
+    with pytest.raises(AdapterRefused) as refused:
+        adapters.value_of(lora)
+    assert refused.value.code == "lora_too_many"
+    adapters.forget()
+    adapters.value_of(lora)
+
+
+@pytest.mark.parametrize("place", ["another path", "the same path"])
+@pytest.mark.parametrize("heard", ["loaded", "asked"])
+def test_an_adapter_that_is_replaced_stores_nothing_more(
+    tmp_path: Path, place: str, heard: str
+) -> None:
+    """Goal: a request whose adapter vLLM has replaced in place stores no block of the new weights.
+
+    1. A request with an adapter has begun.
+    2. Another adapter takes its number, or other files its path: vLLM loads it, or a request
+       brings it.
+    3. The first request offers nothing at its end. One without an adapter does.
+    """
+    path = make_adapter(tmp_path / "a")
+    side, half = make_side()
+    running, plain = Request("running", lora_request=Lora(path)), Request("plain")
+    for request in (running, plain):
+        side.matched(request, 0)
+        side.allocated(request, Blocks(), 0)
+    side.plan(Output({"running": 9, "plain": 9}))
+    for request in (running, plain):
+        request.begin(9)
+        request.end(9)
+    replaced = Lora(path)
+    if place == "another path":
+        replaced = Lora(make_adapter(tmp_path / "b", b"2"))
+    else:
+        (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"2")
+    if heard == "loaded":
+        side.adapter_loaded(replaced)
+    else:
+        side.matched(Request("next", lora_request=replaced), 0)
+    assert not side.finished(running, ([3, 4, 5],))
+    assert not half.offers
+    assert side.finished(plain, ([3, 4, 5],))
+
+
+def test_an_adapter_that_is_loaded_before_its_first_request_counts(tmp_path: Path) -> None:
+    """Goal: a request that waited while its adapter was replaced stores nothing."""
+    one, other = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"2")
+    side, half = make_side()
+    for _ in range(2):
+        side.adapter_loaded(Lora(one))
+    assert asked(side, half, lora_request=Lora(one))
+    for path in (one, other):
+        side.adapter_loaded(Lora(path, 2, "painter"))
+    waited = Request("waited", lora_request=Lora(one, 2, "painter"))
+    assert side.matched(waited, 0) == (0, False)
+    assert side.counts["requests_refused.lora_changed"] == 1
+
+
 def test_an_adapter_that_is_loaded_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
     """Goal: a server gives each load a number, and the consolidator hears of the newest alone."""
     said: list[list[Adapter]] = []
@@ -237,8 +323,8 @@ def test_a_number_that_is_used_is_remembered(
     for number in range(2, 12):
         adapters.value_of(one)
         adapters.value_of(Lora(other, number))
-        with pytest.raises(AdapterRefused):
-            adapters.value_of(Lora(other))
+    with pytest.raises(AdapterRefused):
+        adapters.value_of(Lora(other))
 
 
 def test_a_number_that_stands_for_another_adapter_after_all_is_told(
