@@ -82,6 +82,7 @@ class Store:
         self._committed = CommittedPages()
         self._closed = False
         settings = options.settings
+        self._onboard_deadline_ms = settings.onboard_deadline_ms
         self._worker = WorkerHalf(
             engine=engine,
             incarnation=incarnation,
@@ -194,8 +195,9 @@ class Store:
         """Return, for each of these pages, whether it can be loaded now.
 
         With `every`, the host tier is asked about each page that the committed table does not
-        list. Without, only about pages that could make the prefix longer, last first. Questions
-        count for no hit rate; where no prefix has its part, its last page counts as missed.
+        list. Without, only about pages that could make the prefix longer, last first. Past the
+        deadline no more are asked about: they are not there. Questions count for no hit rate; where
+        no prefix has its part, its last page counts as missed.
         """
         assert window > 0, f"a window of {window} pages"
         if not names:
@@ -205,12 +207,17 @@ class Store:
             epoch = 0 if self._closed else scheduler.epoch
             found = self._committed.which(names, scheduler.welcome, epoch=epoch)
         self.counts["known_pages"] += sum(found)
+        began_s = time.monotonic()
         for end in range(len(names), 0, -PRESENT_MAX):
             longest = 0 if every else max(trailing_lengths(found, window), default=0)
             if longest >= min(len(names), end + window - 1):
                 break
             begin = max(0, end - PRESENT_MAX, longest - window + 1)
-            self._ask_each(names, [n for n in range(begin, end) if not found[n]], found)
+            left_ms = self._onboard_deadline_ms - int(1000 * (time.monotonic() - began_s))
+            if left_ms <= 0:
+                self.counts["unasked_pages"] += found[:end].count(False)
+                break
+            self._ask_each(names, [n for n in range(begin, end) if not found[n]], found, left_ms)
         if not trailing_lengths(found, window):
             self._miss(names[-1])
         return found
@@ -223,13 +230,13 @@ class Store:
             self._give_back(missed)
 
     def _ask_each(
-        self, names: Sequence[SequenceHash], asked: Sequence[int], found: list[bool]
+        self, names: Sequence[SequenceHash], asked: Sequence[int], found: list[bool], left_ms: int
     ) -> None:
-        """Look these pages up one by one, and note those that can be had."""
+        """Look these pages up one by one, and note those that can be had in the time left."""
         part = {i: Held(self._new_request(), (names[i],), only_asks=True) for i in asked}
         with self._changed:
             for held in part.values():
-                self._look_up(held)
+                self._look_up(held, left_ms=left_ms)
             for index, held in part.items():
                 found[index] = self._answer(held).blocks > 0
                 self._give_back(held)
@@ -255,11 +262,12 @@ class Store:
     def _new_request(self) -> str:
         return f"{next(self._numbers)}"
 
-    def _look_up(self, held: Held, *, hurry: bool = True) -> Hit | None:
+    def _look_up(self, held: Held, *, hurry: bool = True, left_ms: int | None = None) -> Hit | None:
         """Ask, or ask again; None: there is no answer yet."""
         return self._scheduler.lookup(
-            held.request, held.names, hurry=hurry, only_asks=held.only_asks
-        )
+            held.request, held.names, hurry=hurry, only_asks=held.only_asks,
+            onboard_deadline_ms=left_ms,
+        )  # fmt: skip
 
     def _answer(self, held: Held) -> Hit:
         """Ask until there is an answer: the core says no when its deadline has passed."""
