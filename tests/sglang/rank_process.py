@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from kvbm_connectors.sglang import generation
+from kvbm_connectors.sglang import generation, options
 
 from tests.sglang import hollow
 from tests.sglang.conversation import Command, Pool, Reply
@@ -292,6 +292,14 @@ class Rank:
         event = (stored, mirror, removed)[command.rounds - 1]
         self.publisher.publish(kv_events.KVEventBatch(ts=time.time(), events=[event]))
         return Reply(number=min(hashes), flags=[value < 0 for value in hashes])
+
+    def follow(self, command: Command) -> Reply:
+        """Compare the endpoint that we follow with that of SGLang's own publisher."""
+        config = json.dumps(command.extra)
+        publisher = kv_events.EventPublisherFactory.create(config)
+        source = publisher.describe_local_source(block_size=16) or {"endpoint": ""}
+        publisher.shutdown()
+        return Reply(flags=[options.stream_of(config, 0).endpoint == source["endpoint"]])
 
     def clear(self, command: Command) -> Reply:
         self.backend.clear()

@@ -36,3 +36,11 @@ def test_device_blocks_reach_the_index(stack: LiveStack, rank: RankProcess) -> N
         wait_for(partial(holds, expected), f"not {expected}", details=lambda: str(stack.indexed()))
     rank.ask("detach")
     wait_for(lambda: device_blocks() == 0, "still there")
+
+
+@pytest.mark.parametrize("bind", [None, True])
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "127.0.0.1"])
+def test_sglang_s_own_endpoint_is_followed(rank: RankProcess, host: str, bind: bool | None) -> None:
+    """SGLang binds some endpoints and connects to others, where nothing of it can be followed."""
+    config = {"publisher": "zmq", "endpoint": f"tcp://{host}:{free_port()}", "bind": bind}
+    assert rank.ask("follow", extra=config).flags == [True]

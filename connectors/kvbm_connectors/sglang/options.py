@@ -74,14 +74,29 @@ def stream_of(config: str | None, rank: int) -> Stream:
         fields: dict[str, Any] = json.loads(config)
         if fields.get("publisher") != "zmq":
             return Stream()
+        endpoint = fields.get("endpoint") or "tcp://*:5557"
+        if not binds(endpoint, fields.get("bind")):
+            log.warning("KV events cannot be followed, SGLang connects to %s: use tcp://*:PORT, or "
+                        'add "bind":true', endpoint)  # fmt: skip
+            endpoint = ""
         return Stream(
-            endpoint=reachable(fields.get("endpoint") or "tcp://*:5557", rank),
+            endpoint=reachable(endpoint, rank),
             replay_endpoint=reachable(fields.get("replay_endpoint") or "", rank),
             topic=str(fields.get("topic") or ""),
         )
     except (AttributeError, TypeError, ValueError) as error:
         log.warning("--kv-events-config cannot be read, its events are not followed: %s", error)
         return Stream()
+
+
+def binds(endpoint: str, asked: bool | None) -> bool:
+    """Return whether SGLang binds an endpoint of its publisher, as `asked` or by the host that it
+    names: it connects to the others, where a router listens."""
+    if asked is not None:
+        return asked
+    return endpoint.startswith(("ipc://", "inproc://")) or any(
+        every_host in endpoint for every_host in ("*", "::", "0.0.0.0")
+    )
 
 
 def reachable(endpoint: str, rank: int) -> str:

@@ -87,7 +87,7 @@ def test_known_pages_are_those_of_the_present_arena(tmp_path: Path) -> None:
         ("tcp://*:5557", 0, "tcp://127.0.0.1:5557"),
         ("tcp://0.0.0.0:5557", 2, "tcp://127.0.0.1:5559"),
         ("tcp://[::]:5557", 1, "tcp://[::1]:5558"),
-        ("tcp://10.0.0.1:5557", 0, "tcp://10.0.0.1:5557"),
+        ("tcp://10.0.0.1:5557", 0, ""),
         ("ipc:///run/x", 0, "ipc:///run/x"),
         ("ipc:///run/x", 1, ""),
         ("tcp://*:0", 0, ""),
@@ -99,6 +99,25 @@ def test_where_a_rank_publishes(endpoint: str, rank: int, found: str) -> None:
     """SGLang adds the rank to the port, and only to a port."""
     config = json.dumps({"publisher": "zmq", "endpoint": endpoint, "topic": "kv"})
     assert stream_of(config, rank) == Stream(endpoint=found, topic="kv")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bind", "found"),
+    [
+        ("tcp://10.0.0.1:5557", True, "tcp://10.0.0.1:5557"),
+        ("tcp://10.0.0.1:5557", None, ""),
+        ("tcp://*:5557", None, "tcp://127.0.0.1:5557"),
+        ("tcp://*:5557", False, ""),
+        ("ipc:///run/x", False, ""),
+    ],
+)
+def test_a_stream_that_sglang_connects_somewhere_is_not_followed(
+    caplog: pytest.LogCaptureFixture, endpoint: str, bind: bool | None, found: str
+) -> None:
+    """A router listens there, and nothing of SGLang would answer us: the log says so."""
+    config = json.dumps({"publisher": "zmq", "endpoint": endpoint, "bind": bind})
+    assert stream_of(config, 0).endpoint == found
+    assert bool(found) == ("SGLang connects to" not in caplog.text)
 
 
 @pytest.mark.parametrize("config", [None, "", "{", "[]", '{"publisher":"null"}', "3"])
