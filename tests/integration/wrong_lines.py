@@ -60,7 +60,7 @@ class Ended:
 RIGHT: Mapping[str, Line] = {
     "up": (), "serve": (), "config": (), "doctor": (), "audit": (), "block": (A,), "creds": (),
     "demo": (), "drain": ("--tier=host",), "events": ("tail", "--no-follow"),
-    "evict": (A, "--tier=host"), "explain": (), "filter": ("--tier=disk", "--on"),
+    "evict": (A, "--tier=host"), "explain": (), "forget": ("h",), "filter": ("--tier=disk", "--on"),
     "index": ("where", A), "jobs": (), "loglevel": ("info",),
     "kube-secrets": ("--out=OUT", "--nodes=n"),
     "nats-config": ("--out=OUT", "--hosts=h"),
@@ -76,7 +76,7 @@ OPTIONS: Mapping[tuple[str, str], Sequence[str]] = {
     **{(name, option): TOKENS for name in (*TIER_VERBS, "loglevel", "prefetch")
        for option in ("--host", "--instance")},
     **{(name, "--url"): URLS for name in (
-        *TIER_VERBS, "audit", "block", "explain", "jobs", "loglevel", "pins", "prefetch",
+        *TIER_VERBS, "audit", "block", "explain", "forget", "jobs", "loglevel", "pins", "prefetch",
         "services", "status", "tiers", "workers")},
     ("doctor", "--url"): URLS,
     **{(name, "--nats"): NATS_URLS for name in ("up", "events", "index", "nats-streams")},
@@ -122,7 +122,7 @@ ARGUMENTS: Mapping[str, tuple[str, Sequence[str]]] = {
     "reset": ("hashes", NAMES), "pin": ("hashes", NAMES), "prefetch": ("hashes", NAMES),
     "creds": ("creds", TEXTS[1:]), "events": ("events", TEXTS), "index": ("question", TEXTS),
     "jobs": ("job", NAMES), "loglevel": ("level", TEXTS), "policy": ("policy", TEXTS),
-    "resize": ("slots", COUNTS), "unpin": ("pin", COUNTS),
+    "forget": ("host", TOKENS), "resize": ("slots", COUNTS), "unpin": ("pin", COUNTS),
 }  # fmt: skip
 """The first argument of a command: how errors call it, and wrong values of it."""
 WITHOUT_SETTINGS = ("simulate", "demo")

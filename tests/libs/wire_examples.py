@@ -328,6 +328,8 @@ ADMIN: dict[str, msgspec.Struct] = {
     "policy_reply": admin.PolicyReply(policy="lfu", was="lru"),
     "filter_request": admin.FilterRequest(enabled=True, pass_count=4, decay_ms=60_000),
     "filter_reply": admin.FilterReply(enabled=True, pass_count=4, decay_ms=60_000, entries=9),
+    "forget_request": admin.ForgetRequest(lost_host="gpu-a", actor="ada"),
+    "forget_reply": admin.ForgetReply(forgotten=3),
     "log_level_request": admin.LogLevelRequest(level="debug", actor="ada"),
     "log_level_reply": admin.LogLevelReply(was="info"),
     "audited": admin.Audited(

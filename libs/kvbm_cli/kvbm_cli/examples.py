@@ -26,6 +26,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "explain": ("kvbm explain --missed --last 50", "kvbm explain cmpl-42"),
     "filter": ("kvbm filter --tier disk --off", "kvbm filter --tier disk --pass-count 3"),
+    "forget": ("kvbm forget gpu-a",),
     "index": ("kvbm index holders", f"kvbm index where {_BLOCK}"),
     "jobs": ("kvbm jobs", "kvbm jobs 0f3a9c5d12e4b678 --cancel"),
     "kube-secrets": ("kvbm kube-secrets --out kvbm-creds --nodes gpu-a,gpu-b --namespace kvbm",),

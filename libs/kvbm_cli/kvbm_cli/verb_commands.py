@@ -40,6 +40,7 @@ from kvbm_cli.removal import DRY_RUN, YES, agreed, is_removal
 Command = Callable[..., None]
 EFFECTS: Mapping[str, Effect] = {
     "pin": Effect("pinned", "nothing was pinned: these tiers have none of the blocks"),
+    "forget": Effect("forgotten", "nothing was forgotten: no service of this host is lost"),
     "unpin": Effect("ended", "no such pin; `kvbm pins` lists all"),
 }
 """Changes that may be carried out and change nothing."""

@@ -255,6 +255,18 @@ class LogLevelReply(_Message, frozen=True, kw_only=True):
     was: str
 
 
+class ForgetRequest(_Change, frozen=True, kw_only=True):
+    """Forget the lost services of a host that is gone for good. One that answers is refused."""
+
+    lost_host: Token
+
+
+class ForgetReply(_Message, frozen=True, kw_only=True):
+    """`forgotten`: the lost services that this metrics service has remembered until now."""
+
+    forgotten: Natural
+
+
 class Audited(_Message, frozen=True, kw_only=True):
     """A change that an operator has asked for, on `kvbm.v1.audit.<kind>.<host>.<instance>`."""
 

@@ -225,6 +225,12 @@ OPERATOR_VERBS = (
         given=(),  # Hashes, or tokens with a namespace: its route and its command are by hand.
     ),
     OperatorVerb(
+        "forget", admin.ForgetRequest, admin.ForgetReply,
+        "Forget the lost services of a host that is gone for good: resets go on without them.",
+        answered_by=("metrics",),
+        given=(Given("lost_host", "The host, as `kvbm status` names it.", argument="host"),),
+    ),
+    OperatorVerb(
         "log_level", admin.LogLevelRequest, admin.LogLevelReply,
         "Change the log level of running services.",
         answered_by=SERVICES,

@@ -85,6 +85,14 @@ class GoneServices:
         """Return the services that went silent and are not back, without those that left."""
         return [one.record for one in self.of(now_s) if one.manner == "lost"]
 
+    def forget(self, host: str) -> int:
+        """Forget the services of a host that went silent; return how many."""
+        found = [key for key, one in self._gone.items()
+                 if one.manner == "lost" and one.record.host == host]  # fmt: skip
+        for key in found:
+            del self._gone[key]
+        return len(found)
+
     def _expire(self, now_s: float) -> None:
         for key, one in list(self._gone.items()):
             assert one.at_s <= now_s, f"{key} went at {one.at_s} s, after {now_s} s"

@@ -139,7 +139,7 @@ def _change(verb: OperatorVerb) -> Endpoint:
         if wrong := contradiction(verb, given):
             raise BadQuery(*wrong)
         registered, silent = await api.fleet.records_and_lost()
-        where = {"host": given["host"], "instance": given["instance"]}
+        where = {"host": given.get("host"), "instance": given.get("instance")}
         kinds = operations.kinds_of(verb, given)
         records = operations.targets(registered, kinds=kinds, **where)
         request = request_of(verb, given, actor)

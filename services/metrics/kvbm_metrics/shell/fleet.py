@@ -55,6 +55,12 @@ CONCURRENT_MAX = 64
 Reply = TypeVar("Reply")
 
 
+class StillThere(KvbmError):
+    """A service of a host that is to be forgotten is registered, or answers."""
+
+    code = "still_there"
+
+
 class _Answer(NamedTuple, Generic[Reply]):
     """The answer of an instance, or the error instead of it."""
 
@@ -197,6 +203,28 @@ class Fleet:
         lost_before = self._gone.lost(self._clock_s())
         records = await self.records()
         return records, self._lost(lost_before, asked_now=records)
+
+    async def forget(self, host: str) -> int:
+        """Forget the lost services of a host; return how many.
+
+        Raises StillThere if any of its services is registered or answers, RegistryUnavailable.
+        """
+        if error := await self._refresh_records():
+            raise RegistryUnavailable(error)
+        lost = [record for record in self._gone.lost(self._clock_s()) if record.host == host]
+        answers = await asyncio.gather(
+            *(self._ask_verb(record, "stats", self._stats_codec) for record in lost)
+        )
+        there = [record.key for record in self._records if record.host == host]
+        there += [
+            record.key
+            for record, answer in zip(lost, answers, strict=True)
+            if answer.message is not None or isinstance(answer.error, RequestFailed)
+        ]
+        if there:
+            raise StillThere(f"{there[0]} is there: only a host that is gone can be forgotten")
+        self._cached = None
+        return self._gone.forget(host)
 
     async def ask_instance(
         self, record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]

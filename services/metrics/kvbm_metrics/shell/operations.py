@@ -197,8 +197,8 @@ def removing(
 
 
 SILENCE = (
-    "lost: it went silent, and what it holds is not removed; tiers that answer are reset. If it is "
-    "gone for good, --host leaves it out, and a metrics service that is restarted forgets it"
+    "lost: it went silent, and what it holds is not removed; tiers that answer are reset. If its "
+    "machine is gone for good, `kvbm forget {host}` leaves it out"
 )
 
 
@@ -207,7 +207,7 @@ def with_lost(work: Work, lost: Sequence[ServiceRecord]) -> Work:
     come back with what it holds."""
 
     async def whole(job: Job) -> AsyncGenerator[Progress, None]:
-        job.errors |= {record.key: SILENCE for record in lost}
+        job.errors |= {record.key: SILENCE.format(host=record.host) for record in lost}
         async with contextlib.aclosing(work(job)) as steps:
             async for progress in steps:
                 yield progress

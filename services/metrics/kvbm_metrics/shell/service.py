@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from importlib.metadata import version
 
+import msgspec
 from kvbm_common.access.http_access import api_access, refuse_open_api
 from kvbm_common.config.settings import Settings
 from kvbm_common.service import process as service
 from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.http_port import open_listener
+from kvbm_common.wire.admin import ForgetReply, ForgetRequest
+from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.verbs import StatsReply
 
 from kvbm_metrics.core import history
@@ -25,6 +29,8 @@ KIND = "metrics"
 ANSWERS_BYTES = 160 << 20
 """Jobs, audit, rates, and pages while they are put together for the connections that there are."""
 BACKLOG = 128
+
+_forget_request: JsonCodec[ForgetRequest] = JsonCodec(ForgetRequest)
 
 
 def main() -> None:
@@ -51,6 +57,8 @@ async def serve(context: ServiceContext) -> None:
         context.set_stats(lambda: _stats(context, server))
         context.footprint.declare(lambda: {"answers": ANSWERS_BYTES, "history": history.BYTES_MAX})
         context.bounds.declare(lambda: fleet.fills() | {"jobs": jobs.fill()})
+        forget = functools.partial(_forget, fleet)
+        await context.add_verbs({"forget": context.audit.audited("forget", forget)})
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
             following = [
@@ -98,6 +106,12 @@ def _stats(context: ServiceContext, server: HttpServer) -> StatsReply:
         ready=ready,
         reasons=[] if ready else ["the HTTP server is starting"],
     )
+
+
+async def _forget(fleet: Fleet, payload: bytes) -> bytes:
+    """Answer the verb `forget`; raises as `Fleet.forget`, and WireError."""
+    forgotten = await fleet.forget(_forget_request.decode(payload).lost_host)
+    return msgspec.json.encode(ForgetReply(forgotten=forgotten))
 
 
 def _shown(address: str) -> str:

@@ -647,7 +647,7 @@ async def test_openapi_is_complete(world: World) -> None:
         "/v1/blocks/{hash}", "/v1/pins", "/v1/pin", "/v1/unpin", "/v1/evict", "/v1/reset",
         "/v1/prefetch", "/v1/resize", "/v1/policy", "/v1/filter", "/v1/drain", "/v1/undrain",
         "/v1/log_level", "/v1/audit", "/v1/jobs", "/v1/jobs/{job}", "/v1/jobs/{job}/cancel",
-        "/v1/events", "/v1/explain", "/v1/explain/{request_id}", "/v1/explanation",
+        "/v1/forget", "/v1/events", "/v1/explain", "/v1/explain/{request_id}", "/v1/explanation",
     }  # fmt: skip
     for path, methods in document["paths"].items():
         for method in methods.values():

@@ -217,7 +217,7 @@ async def test_a_reset_fails_where_a_tier_is_lost(monkeypatch: pytest.MonkeyPatc
     assert key == lost[0].key
     assert said.startswith("lost: it went silent, and what it holds is not removed")
     assert "tiers that answer are reset" in said
-    assert "--host leaves it out" in said
+    assert "`kvbm forget h` leaves it out" in said
 
 
 async def test_a_reset_under_traffic_ends_and_counts_what_arrives(

@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from kvbm_cli.stack import Stack
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import ConfigError, ServiceFailed
+from kvbm_common.errors import ConfigError, RequestFailed, ServiceFailed
+from kvbm_common.nats.bus import Bus
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import free_port
+from kvbm_common.wire.admin import RemoveReply
 from kvbm_metrics.shell.service import expected_kinds, open_socket
+
+from tests.waiting import ask_until
 
 
 @pytest.fixture
@@ -46,6 +55,67 @@ async def test_it_serves_and_stops(stack: Stack) -> None:
         async with asyncio.timeout(4):
             await metrics.end(signal.SIGTERM, deadline_s=4)
         assert life.result() == 0
+
+
+async def test_a_host_that_is_gone_for_good_is_forgotten() -> None:
+    """1. A reset names the command. 2. It refuses hosts that answer, or are registered. 3. The
+    machine is gone: the reset is done. 4. All of it is in the audit."""
+    async with Stack.private({"admin_open": "admin"}, services=("metrics",)) as stack:
+        bus, away = [await Bus.connect(stack.admin, "t", counters=Metrics()) for _ in range(2)]
+        reset = ["reset", "--everything", "--tier", "disk", "--wait", "--yes"]
+        async with httpx.AsyncClient(base_url=url_of(stack)) as client:
+            living, silent = NatsRegistry(bus, ttl_s=60.0), NatsRegistry(away, ttl_s=0.5)
+            await living.register("disk-tier", "here", "0")
+            await silent.register("disk-tier", "away", "0")
+            await bus.add_verbs("disk-tier", "0", "here", {"reset": nothing_left})
+            await away.add_verbs("disk-tier", "0", "away", {"stats": refuse})
+            await status_when(client, lambda said: "away" in said["hosts"])
+            await silent.close()
+            await status_when(client, lambda said: said["gone"])
+            assert "`kvbm forget away` leaves it out" in await kvbm(1, *reset, stack=stack)
+            for host in ("away", "here", stack.settings.host):
+                assert "still_there" in await kvbm(1, "forget", host, stack=stack)
+            await away.close()
+            await kvbm(0, "forget", "away", stack=stack)
+            assert "nothing was forgotten" in await kvbm(1, "forget", "away", stack=stack)
+            assert (await client.get("/v1/status")).json()["gone"] == []
+            await kvbm(0, *reset, stack=stack)
+            entries = (await client.get("/v1/audit")).json()["entries"]
+        told = [(one["outcome"], one["request"]) for one in entries if one["verb"] == "forget"]
+        assert sorted(outcome for outcome, _ in told) == ["ok"] * 2 + ["still_there"] * 3
+        assert all('"lost_host":' in request for _, request in told)
+        await living.close()
+        await bus.close()
+
+
+async def nothing_left(_payload: bytes) -> bytes:
+    """Answer a reset as a tier that is empty."""
+    return msgspec.json.encode(RemoveReply(removed=0))
+
+
+async def refuse(_payload: bytes) -> bytes:
+    """Answer as a disk tier that has lost its place in the registry."""
+    raise RequestFailed("busy", "it answers")
+
+
+async def status_when(client: httpx.AsyncClient, holds: Callable[[Any], object]) -> None:
+    """Wait until the status is as it should be."""
+
+    async def ask() -> bool:
+        return bool(holds((await client.get("/v1/status")).json()))
+
+    await ask_until(ask, deadline_s=30.0, poll_s=0.1)
+
+
+async def kvbm(code: int, *line: str, stack: Stack) -> str:
+    """Run a command that ends with this code; returns what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvbm_cli.main", *line, "--url", url_of(stack),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    said, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == code, said.decode()
+    return said.decode()
 
 
 async def test_the_port_is_taken() -> None:
