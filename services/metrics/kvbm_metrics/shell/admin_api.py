@@ -141,13 +141,14 @@ def _change(verb: OperatorVerb) -> Endpoint:
         registered, silent = await api.fleet.records_and_lost()
         where = {"host": given.get("host"), "instance": given.get("instance")}
         kinds = operations.kinds_of(verb, given)
-        records = operations.targets(registered, kinds=kinds, **where)
+        meant = silent if verb.name == "reset" else []
+        lost = operations.meant(meant, kinds=kinds, **where)
+        found = operations.meant if lost else operations.targets
+        records = found(registered, kinds=kinds, **where)
         request = request_of(verb, given, actor)
         if verb.job:
             work = operations.WORK[verb.name](api.fleet, records, verb.name, request)
-            if verb.name == "reset":
-                lost = operations.meant(silent, kinds=kinds, **where)
-                work = operations.with_lost(work, lost)
+            work = operations.with_lost(work, lost)
             return _job_view(api.jobs.start(verb.name, actor, work))
         outcomes = await operations.change(api.fleet, records, verb.name, request)
         return ChangeView(outcomes=outcomes)
