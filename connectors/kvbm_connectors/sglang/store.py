@@ -16,8 +16,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import Namespace, SequenceHash
@@ -27,10 +26,11 @@ from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.client.worker import WorkerHalf
-from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun, offers_of
+from kvbm_connectors.core.messages import OFFER_BLOCKS_MAX, Hit, LoadResult, OfferRun, offers_of
 from kvbm_connectors.sglang.committed_pages import CommittedPages
 from kvbm_connectors.sglang.hits import trailing_lengths
 from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.page_offers import POLL_S, PageOffers
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ HELD_MAX = 8
 """Lookups whose leases wait for a load: more than SGLang has batches on their way."""
 PRESENT_MAX = 64
 """Lookups of single pages that are asked at once."""
-POLL_S = 0.1
-"""The longest sleep of a thread before it looks at the core's deadlines again, in seconds."""
 SLOW_LOAD_S = 30.0
 
 
@@ -73,8 +71,6 @@ class Store:
         self._limiter = OncePerKind(log)
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self._offers: dict[int, OfferEnded | None] = {}
-        """Offers that a thread waits for, and how they ended."""
         self._results: dict[str, LoadResult] = {}
         self._held: OrderedDict[SequenceHash, Held] = OrderedDict()
         """Name of the first page → what is held. The oldest is given back when there are too
@@ -83,6 +79,7 @@ class Store:
         self._closed = False
         settings = options.settings
         self._onboard_deadline_ms = settings.onboard_deadline_ms
+        self._offer_deadline_s = settings.offer_deadline_ms / 1000
         self._worker = WorkerHalf(
             engine=engine,
             incarnation=incarnation,
@@ -105,6 +102,7 @@ class Store:
             limits=options.limits,
             on_news=self._news,
         )
+        self._offers = PageOffers(self._changed, self._scheduler, self._worker)
 
     def start(self) -> None:
         """Begin to attach. Until then, and whenever a service is away: nothing is found."""
@@ -115,6 +113,7 @@ class Store:
         """Detach; threads that wait are told so."""
         with self._changed:
             self._closed = True
+            self._offers.close()
             for held in list(self._held):
                 self._give_back(self._held.pop(held))
             self._changed.notify_all()
@@ -142,9 +141,7 @@ class Store:
 
     def _news(self) -> None:
         with self._changed:
-            for ended in self._scheduler.drain_ended():
-                if ended.offer in self._offers:
-                    self._offers[ended.offer] = ended
+            self._offers.take(self._scheduler.drain_ended())
             for result in self._worker.drain_ended():
                 self._results[result.load.request] = result
             self._changed.notify_all()
@@ -202,10 +199,7 @@ class Store:
         assert window > 0, f"a window of {window} pages"
         if not names:
             return []
-        with self._changed:
-            scheduler = self._scheduler
-            epoch = 0 if self._closed else scheduler.epoch
-            found = self._committed.which(names, scheduler.welcome, epoch=epoch)
+        found = self._listed(names)
         self.counts["known_pages"] += sum(found)
         began_s = time.monotonic()
         for end in range(len(names), 0, -PRESENT_MAX):
@@ -221,6 +215,11 @@ class Store:
         if not trailing_lengths(found, window):
             self._miss(names[-1])
         return found
+
+    def _listed(self, names: Sequence[SequenceHash]) -> list[bool]:
+        with self._changed:
+            epoch = 0 if self._closed else self._scheduler.epoch
+            return self._committed.which(names, self._scheduler.welcome, epoch=epoch)
 
     def _miss(self, name: SequenceHash) -> None:
         """Have a page counted and explained that was asked about in vain; no answer is awaited."""
@@ -348,14 +347,46 @@ class Store:
         if not names:
             return True
         run = OfferRun(parent, tuple(names), tuple(blocks))
-        with self._offering():  # A side pool's pages come at once: the host tier takes so many.
-            is_pulled = all(self._is_pulled(part) for part in offers_of(run))
-        complete = is_pulled and self._is_committed(names[-1])
+        with self._offers.expected():
+            complete = self._is_stored(run)
         self.counts["stored_pages" if complete else "store_failed_pages"] += len(names)
         if not complete:
             with self._changed:
                 self._give_all_back()  # Perhaps there was no room for all that is leased.
         return complete
+
+    def _is_stored(self, run: OfferRun) -> bool:
+        pulled, give_up_s = 0, time.monotonic() + self._offer_deadline_s
+        for part in offers_of(run):  # Pages of a side pool come at once, and may be many.
+            if (count := self._offers.pull([part])) is None:
+                return False
+            pulled += count
+        is_committed = self._is_committed(run.hashes[-1])
+        return is_committed if pulled == len(run.hashes) else self._is_settled(run, give_up_s)
+
+    def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:
+        """Wait for pages that another engine was storing: they are there, or are offered again."""
+        parents = (run.parent, *run.hashes)
+        pauses_s = itertools.chain((0.005, 0.01, 0.02, 0.05), itertools.repeat(POLL_S))
+        while missing := self._missing(run.hashes):
+            with self._changed:
+                self._wait(lambda: False, next(pauses_s))
+            if self._closed or time.monotonic() > give_up_s:
+                return False
+            again = [OfferRun(parents[i], (run.hashes[i],), (run.blocks[i],)) for i in missing]
+            pulled = self._offers.pull(again[:OFFER_BLOCKS_MAX], give_up_s)
+            if pulled is None or pulled == len(missing):  # They are ours now.
+                return pulled is not None and self._is_committed(run.hashes[missing[-1]])
+        return True
+
+    def _missing(self, names: Sequence[SequenceHash]) -> list[int]:
+        """Return the places of the pages that no tier of this host has."""
+        found = self._listed(names)
+        for start in range(0, len(names), PRESENT_MAX):
+            places = range(start, min(start + PRESENT_MAX, len(names)))
+            if asked := [n for n in places if not found[n]]:
+                self._ask_each(names, asked, found, self._onboard_deadline_ms)
+        return [place for place, here in enumerate(found) if not here]
 
     def _is_committed(self, name: SequenceHash) -> bool:
         """Return whether a page is committed. Our confirmation went ahead on the same socket, so
@@ -366,34 +397,3 @@ class Store:
             self._give_back(held)
         # A page that failed to load lately is not looked up: then the pull's word must do.
         return hit.blocks > 0 or hit.reason == "avoided"
-
-    @contextmanager
-    def _offering(self) -> Iterator[None]:
-        """Keep our mover ready while the host tier is about to read."""
-        self._worker.expect_reads(expected=True)
-        try:
-            yield
-        finally:
-            with self._changed:
-                if not self._offers:
-                    self._worker.expect_reads(expected=False)
-
-    def _is_pulled(self, run: OfferRun) -> bool:
-        ended = self._offer(run)
-        return ended is not None and ended.complete
-
-    def _offer(self, run: OfferRun) -> OfferEnded | None:
-        with self._changed:
-            # Another thread tells the end, under this lock: it cannot be missed.
-            offer = self._scheduler.offer([run])
-            if offer is None:
-                return None
-            self._offers[offer] = None
-            try:
-                while self._offers[offer] is None and not self._closed:
-                    self._changed.wait(POLL_S)
-                return self._offers[offer]
-            finally:
-                # SGLang has its pages back now: a pull that has not ended is not confirmed.
-                self._scheduler.revoke(offer)
-                del self._offers[offer]

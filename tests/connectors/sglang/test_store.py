@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
+from kvbm_connectors.core.messages import OfferRun
+from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang import store as store_module
+from kvbm_connectors.sglang.pages import names_of
 
 from tests.connectors.sglang.conftest import Attach
 from tests.connectors.sglang.pool import Config, Pool, Transfer, keys_of
+from tests.recording import recorded
 from tests.vllm.harness import LiveStack, live_stack
 from tests.waiting import stop_child
 
@@ -45,3 +50,52 @@ def test_a_question_for_states_waits_for_one_deadline(
         os.kill(pid, signal.SIGCONT)
     assert (hits.pages, hits.by_pool) == (0, {"kv": COUNT})
     assert storage.all_counts()["mamba.lookups_unanswered"] == 1
+
+
+def test_a_write_of_pages_that_another_engine_stores_is_a_write(attach: Attach) -> None:
+    """Goal: two engines that compute one prompt at once store its tail, too: where a batch of a
+    write fails, SGLang stores none of those that follow.
+
+    1. Both store the same pages at once. 2. Both hear that they are stored, every time.
+    """
+    count = 24
+    pools = [Pool(pages=count) for _ in range(2)]
+    engines = [attach(pool) for pool in pools]
+    told: list[bool] = []
+
+    def write(number: int, keys: list[str], begin: threading.Barrier) -> None:
+        begin.wait(10)
+        told.extend(engines[number].set(keys, pools[number].indices(range(count)), None))
+
+    for turn in range(20):
+        keys, begin = keys_of(f"both/{turn}", count), threading.Barrier(2)
+        writers = [threading.Thread(target=write, args=(n, keys, begin)) for n in range(2)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(30)
+        assert engines[0].exists(keys) == count
+    assert told == [True] * (2 * count * 20)
+
+
+def test_pages_that_another_engine_gives_up_are_stored(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. An engine offers pages, and takes them back while they are pulled. 2. Another one, which
+    writes them at the same time, hears that they are stored, and so they are."""
+    offers = recorded(monkeypatch, store_module, "PageOffers")
+    generations = recorded(monkeypatch, storage_module, "Generation")
+    namespaces = recorded(monkeypatch, storage_module, "namespace_of")
+    count = 24
+    pools = [Pool(pages=count) for _ in range(2)]
+    _, writing = [attach(pool) for pool in pools]
+    for page in range(count):
+        pools[1].fill(page, page)
+    for turn in range(20):
+        keys = keys_of(f"given up/{turn}", count)
+        names = names_of(namespaces[0].digest, generations[0].read(), keys)
+        run = OfferRun(namespaces[0].root, tuple(names), tuple(range(count)))
+        assert offers[0].pull([run], 0.0) is None
+        assert writing.set(keys, pools[1].indices(range(count)), None) == [True] * count
+        assert writing.get(keys, pools[1].indices(range(count))) == [True] * count
+        assert all(pools[1].holds(page, page) for page in range(count))
