@@ -79,8 +79,10 @@ def stream_of(config: str | None, rank: int) -> Stream:
             log.warning("KV events cannot be followed, SGLang connects to %s: use tcp://*:PORT, or "
                         'add "bind":true', endpoint)  # fmt: skip
             endpoint = ""
+        if not (followed := reachable(endpoint, rank)):
+            return Stream()  # Its replay alone would tell late, and of no flush.
         return Stream(
-            endpoint=reachable(endpoint, rank),
+            endpoint=followed,
             replay_endpoint=reachable(fields.get("replay_endpoint") or "", rank),
             topic=str(fields.get("topic") or ""),
         )

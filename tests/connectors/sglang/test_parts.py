@@ -98,7 +98,7 @@ def test_known_pages_are_those_of_the_present_arena(tmp_path: Path) -> None:
 def test_where_a_rank_publishes(endpoint: str, rank: int, found: str) -> None:
     """SGLang adds the rank to the port, and only to a port."""
     config = json.dumps({"publisher": "zmq", "endpoint": endpoint, "topic": "kv"})
-    assert stream_of(config, rank) == Stream(endpoint=found, topic="kv")
+    assert stream_of(config, rank) == (Stream(endpoint=found, topic="kv") if found else Stream())
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,11 @@ def test_a_stream_that_sglang_connects_somewhere_is_not_followed(
     caplog: pytest.LogCaptureFixture, endpoint: str, bind: bool | None, found: str
 ) -> None:
     """A router listens there, and nothing of SGLang would answer us: the log says so."""
-    config = json.dumps({"publisher": "zmq", "endpoint": endpoint, "bind": bind})
-    assert stream_of(config, 0).endpoint == found
+    replay = {"replay_endpoint": "tcp://*:5558"}
+    config = json.dumps({"publisher": "zmq", "endpoint": endpoint, "bind": bind} | replay)
+    stream = stream_of(config, 0)
+    assert stream.endpoint == found
+    assert bool(stream.replay_endpoint) == bool(found)
     assert bool(found) == ("SGLang connects to" not in caplog.text)
 
 
