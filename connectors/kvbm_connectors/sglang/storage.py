@@ -56,6 +56,9 @@ STATISTICS_MAX = 1_024
 """Batches that are remembered until SGLang asks for them, which it does several times a second."""
 FIRST_ATTACH_S = 5.0
 """Wait for the first attachment: the pool with the largest pages may have to cut the arena."""
+WRITE_PAUSE_S = 1.0
+"""Time without writes after one that waited for its whole deadline in vain. SGLang writes the parts
+of a prompt one after the other, and its scheduler ends where a flush waits 10 s for that thread."""
 T = TypeVar("T")
 
 
@@ -111,6 +114,8 @@ class Storage:
         """Stores that start together, when SGLang has named all pools."""
         self._batches: deque[tuple[str, int, float]] = deque(maxlen=STATISTICS_MAX)
         self._started = False
+        self._writes_from_s = 0.0
+        """No write begins before this time, of the monotonic clock."""
         if refusal:
             self._pass_through(refusal)
         elif reason := unwritable(options.settings.state_dir):
@@ -259,11 +264,17 @@ class Storage:
         if not entry.is_writer:
             return True  # Another rank stores the same bytes under the same name.
         blocks = pages_of(entry.pool, indices, len(keys))
+        if time.monotonic() < self._writes_from_s:
+            self.counts["paused_writes"] += 1
+            return False
         started_s = time.perf_counter()
         before = extra.prefix_keys if extra is not None and name == KV else None
         parents = entry.names(before[-1:]) if before else [entry.store.namespace.root]
         stored = entry.store.store(parents[0], entry.names(keys), blocks)
         self._took("written", len(keys) if stored else 0, entry.store.block_bytes, started_s)
+        deadline_s = self._options.settings.offer_deadline_ms / 1000
+        if not stored and time.perf_counter() - started_s >= deadline_s:
+            self._writes_from_s = time.monotonic() + WRITE_PAUSE_S
         return stored
 
     def exists_in_all(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> Hits:

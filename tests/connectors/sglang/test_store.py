@@ -17,7 +17,7 @@ from tests.connectors.sglang.conftest import Attach
 from tests.connectors.sglang.pool import Config, Pool, Transfer, keys_of
 from tests.recording import recorded
 from tests.vllm.harness import LiveStack, live_stack
-from tests.waiting import stop_child
+from tests.waiting import stop_child, wait_for
 
 COUNT = 5
 
@@ -50,6 +50,33 @@ def test_a_question_for_states_waits_for_one_deadline(
         os.kill(pid, signal.SIGCONT)
     assert (hits.pages, hits.by_pool) == (0, {"kv": COUNT})
     assert storage.all_counts()["mamba.lookups_unanswered"] == 1
+
+
+@pytest.mark.parametrize("pause_s", [3600.0, 0.0])
+def test_one_part_of_a_write_waits_where_nothing_is_pulled(
+    attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    """Goal: SGLang's scheduler, which waits 10 s for its writer at a flush, does not end.
+
+    1. The host tier stands still: the states of a prompt wait for a deadline in vain. 2. Its pages
+    do not wait. 3. After the pause, writes go on.
+    """
+    monkeypatch.setattr(storage_module, "WRITE_PAUSE_S", pause_s)
+    pool, states = Pool(), Pool(page_size=1)
+    storage = attach(pool, Config(), extra={"offer_deadline_ms": 500}, mamba=states)
+    keys = keys_of(f"parts, {pause_s}", COUNT)
+    stop_child(pid := stack.stack.pids["host-tier"])
+    try:
+        assert storage.set(keys, states.indices(range(COUNT)), None, "mamba") == [False] * COUNT
+        if pause_s:
+            assert storage.set(keys, pool.indices(range(COUNT)), None) == [False] * COUNT
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    found = storage.all_counts()
+    assert (found["mamba.offered_blocks"], found.get("kv.offered_blocks", 0)) == (COUNT, 0)
+    assert found.get("paused_writes", 0) == bool(pause_s)
+    if not pause_s:
+        wait_for(lambda: all(storage.set(keys, pool.indices(range(COUNT)), None)))
 
 
 def test_a_write_of_pages_that_another_engine_stores_is_a_write(attach: Attach) -> None:
