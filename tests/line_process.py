@@ -8,9 +8,9 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import IO, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -19,6 +19,43 @@ STOP_S = 20.0
 LOG_TAIL = 4000
 Said = TypeVar("Said", bound=msgspec.Struct)
 Heard = TypeVar("Heard", bound=msgspec.Struct)
+
+
+class Process(Protocol):
+    """A process that has been started, as `subprocess.Popen` has it."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """Return its exit code, if it has ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code when it has ended."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal, unless it has ended."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Start = Callable[[Sequence[str | Path], Mapping[str, str], IO[bytes]], Process]
+"""Start a command with an environment; its stderr goes into the file."""
+
+
+def fresh(
+    command: Sequence[str | Path], environ: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start a command as a process of our own."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environ,
+        cwd=ROOT,
+    )
 
 
 class LineProcess(Generic[Said, Heard]):
@@ -32,18 +69,12 @@ class LineProcess(Generic[Said, Heard]):
         log: Path,
         environ: Mapping[str, str],
         reply_deadline_s: float,
+        start: Start = fresh,
     ) -> None:
         self.log_path = log
         self._reply, self._reply_deadline_s = reply, reply_deadline_s
         self._log = log.open("ab")
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=os.environ | dict(environ),
-            cwd=ROOT,
-        )
+        self._process = start(command, os.environ | dict(environ), self._log)
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, name=f"read {log.stem}", daemon=True).start()
 

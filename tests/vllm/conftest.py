@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import os
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.harness import VLLM_PYTHON, vllm_minor
+from tests import line_process
+from tests.vllm.harness import ENVIRON, VLLM_PYTHON, vllm_minor
+from tests.vllm.template import Suite, Templates
+
+MAKE_DEADLINE_S = 120.0
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Stacks are killed here, and the NATS client leaves the sockets of lost connections open."""
     ignored = "ignore::pytest.PytestUnraisableExceptionWarning"
     item.add_marker(pytest.mark.filterwarnings(ignored))
+
+
+@pytest.fixture(scope="session")
+def templates() -> Iterator[Templates]:
+    """The processes that fork engines; no suite leaves them behind."""
+    templates = Templates()
+    yield templates
+    templates.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _engines_fork(templates: Templates) -> Iterator[None]:
+    """Engines that ask for nothing else are forked from a template."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Suite, "templates", templates)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +47,21 @@ def several_groups() -> None:
 def make_model(directory: Path, kind: str, seed: int = 0) -> str:
     """A random model; see make_model.py."""
     assert VLLM_PYTHON.exists(), "`make test-vllm` makes the environment"
-    script = Path(__file__).with_name("make_model.py")
-    environ = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    command = [str(VLLM_PYTHON), str(script), str(directory), "--kind", kind, "--seed", str(seed)]
-    subprocess.run(command, check=True, env=environ)
+    run_maker("make_model", directory, str(directory), "--kind", kind, "--seed", str(seed))
     return str(directory)
+
+
+def run_maker(name: str, directory: Path, *arguments: str) -> None:
+    """Run one of the modules here that write a directory, in the environment of the engines."""
+    start = Suite.templates.start if Suite.templates else line_process.fresh
+    log = directory.with_name(f"{directory.name}.log")
+    with log.open("ab") as file:
+        command: list[str | Path] = [VLLM_PYTHON, "-m", f"tests.vllm.{name}", *arguments]
+        process = start(command, os.environ | ENVIRON, file)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        assert process.wait(MAKE_DEADLINE_S) == 0, log.read_text(errors="replace")
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_lora(directory: Path, model: str, seed: int = 1) -> str:
     """A random LoRA adapter for a model; see make_lora.py."""
-    script = Path(__file__).with_name("make_lora.py")
-    command = [str(VLLM_PYTHON), str(script), model, str(directory), str(seed)]
-    subprocess.run(command, check=True)
+    run_maker("make_lora", directory, model, str(directory), str(seed))
     return str(directory)
 
 

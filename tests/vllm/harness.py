@@ -24,8 +24,9 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.admin import RemoveReply, RemoveRequest
 from kvbm_common.wire.verbs import verb_subject
 
-from tests import waiting
+from tests import line_process, waiting
 from tests.line_process import LineProcess
+from tests.vllm import template
 from tests.vllm.conversation import Answer, Ask, Command, Reply
 
 START_DEADLINE_S = 120.0
@@ -168,11 +169,14 @@ class EngineProcess(LineProcess[Command, Reply]):
         python: Path = VLLM_PYTHON,
         module: str = "tests.vllm.engine_process",
         shipped: bool = False,
+        fresh: bool = False,
     ) -> None:
         """Without `settings` it is vLLM without our connector. `arguments` are vLLM's own.
 
-        `shipped`: the connector has the defaults of a user who has set nothing.
+        `shipped`: the connector has the defaults of a user who has set nothing. `fresh`: it imports
+        vLLM itself, as it does with an environment of its own.
         """
+        forks = None if fresh or environ else template.Suite.templates
         options: dict[str, object] = {
             "dtype": "float32",
             "block_size": BLOCK_TOKENS,
@@ -207,6 +211,7 @@ class EngineProcess(LineProcess[Command, Reply]):
             log=log,
             environ=ENVIRON | dict(environ or {}),
             reply_deadline_s=REPLY_DEADLINE_S,
+            start=forks.start if forks else line_process.fresh,
         )
 
     def wait_started(self) -> EngineProcess:
