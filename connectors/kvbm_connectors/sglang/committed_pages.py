@@ -30,6 +30,10 @@ class CommittedPages:
         table = self._present(welcome, epoch)
         return [table is not None and table.has_all([name]) for name in names]
 
+    def is_there(self, welcome: Welcome | None, *, epoch: int) -> bool:
+        """Return whether the host tier of `epoch` has a table."""
+        return self._present(welcome, epoch) is not None
+
     def covers(self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int) -> bool:
         """Return whether all of these pages are listed."""
         table = self._present(welcome, epoch)

@@ -25,6 +25,8 @@ class PageOffers:
         self._changed, self._scheduler, self._worker = changed, scheduler, worker
         self._ended: dict[int, OfferEnded | None] = {}
         """Offers that a thread waits for, and how they ended."""
+        self._expecting = 0
+        """Threads that have something to be read."""
         self._closed = False
 
     def take(self, ended: Iterable[OfferEnded]) -> None:
@@ -40,12 +42,15 @@ class PageOffers:
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Keep our mover ready while the host tier is about to read."""
-        self._worker.expect_reads(expected=True)
+        with self._changed:
+            self._expecting += 1
+            self._worker.expect_reads(expected=True)
         try:
             yield
         finally:
             with self._changed:
-                if not self._ended:
+                self._expecting -= 1
+                if not self._expecting:
                     self._worker.expect_reads(expected=False)
 
     def pull(self, runs: Sequence[OfferRun], give_up_s: float = math.inf) -> int | None:

@@ -361,14 +361,15 @@ class Store:
             if (count := self._offers.pull([part])) is None:
                 return False
             pulled += count
-        is_committed = self._is_committed(run.hashes[-1])
-        return is_committed if pulled == len(run.hashes) else self._is_settled(run, give_up_s)
+        if pulled < len(run.hashes) and (missing := self._missing(run.hashes)) is not None:
+            return self._is_settled(run, missing, give_up_s)
+        return self._is_committed(run.hashes[-1])
 
-    def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:
+    def _is_settled(self, run: OfferRun, missing: Sequence[int] | None, give_up_s: float) -> bool:
         """Wait for pages that another engine was storing: they are there, or are offered again."""
         parents = (run.parent, *run.hashes)
         pauses_s = itertools.chain((0.005, 0.01, 0.02, 0.05), itertools.repeat(POLL_S))
-        while missing := self._missing(run.hashes):
+        while missing:
             with self._changed:
                 self._wait(lambda: False, next(pauses_s))
             if self._closed or time.monotonic() > give_up_s:
@@ -377,16 +378,16 @@ class Store:
             pulled = self._offers.pull(again[:OFFER_BLOCKS_MAX], give_up_s)
             if pulled is None or pulled == len(missing):  # They are ours now.
                 return pulled is not None and self._is_committed(run.hashes[missing[-1]])
-        return True
+            missing = self._missing(run.hashes)
+        return missing is not None
 
-    def _missing(self, names: Sequence[SequenceHash]) -> list[int]:
-        """Return the places of the pages that no tier of this host has."""
-        found = self._listed(names)
-        for start in range(0, len(names), PRESENT_MAX):
-            places = range(start, min(start + PRESENT_MAX, len(names)))
-            if asked := [n for n in places if not found[n]]:
-                self._ask_each(names, asked, found, self._onboard_deadline_ms)
-        return [place for place, here in enumerate(found) if not here]
+    def _missing(self, names: Sequence[SequenceHash]) -> list[int] | None:
+        """Return the places of the pages that the host tier does not list; None: it lists none."""
+        with self._changed:
+            epoch = 0 if self._closed else self._scheduler.epoch
+            if not self._committed.is_there(self._scheduler.welcome, epoch=epoch):
+                return None
+        return [place for place, here in enumerate(self._listed(names)) if not here]
 
     def _is_committed(self, name: SequenceHash) -> bool:
         """Return whether a page is committed. Our confirmation went ahead on the same socket, so

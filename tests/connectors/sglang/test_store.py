@@ -105,6 +105,16 @@ def test_a_write_of_pages_that_another_engine_stores_is_a_write(attach: Attach) 
     assert told == [True] * (2 * count * 20)
 
 
+def test_pages_that_are_there_are_written_again_without_a_question(attach: Attach) -> None:
+    """The host tier lists them, and has no more to do than to say that it has them."""
+    pool = Pool()
+    storage, keys = attach(pool), keys_of("again", COUNT)
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    before = storage.all_counts()["kv.lookups"]
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    assert storage.all_counts()["kv.lookups"] == before
+
+
 def test_pages_that_another_engine_gives_up_are_stored(
     attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
