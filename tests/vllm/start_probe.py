@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import sys
 import threading
+
+import numpy
 
 from tests.vllm.template_process import import_engine
 
@@ -19,7 +22,7 @@ LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS)
 
 
 def seen() -> dict[str, object]:
-    """Return what must not depend on who has made this process."""
+    """Return what must not depend on who has made this process, but for `parent` and `drawn`."""
     main = sys.modules["__main__"]
     return {
         "arguments": sys.argv,
@@ -39,6 +42,8 @@ def seen() -> dict[str, object]:
         "nice": os.nice(0),
         "processors": sorted(os.sched_getaffinity(0)),
         "threads": threading.active_count(),
+        "parent": os.getppid(),
+        "drawn": [random.random(), numpy.random.random()],
         "ours": sorted(name for name in sys.modules if name.startswith("kvbm")),
     }
 

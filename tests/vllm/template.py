@@ -24,6 +24,7 @@ from tests.line_process import ROOT
 START_DEADLINE_S = 200.0
 END_S = 10.0
 REPLY_BYTES = 64
+UNHEARD = 255
 LATE = ("KVBM_", "DYN_KVBM_", "PYTEST_")
 """Variables that nothing reads at the import of vLLM: they may differ from fork to fork."""
 
@@ -48,20 +49,24 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code when it has ended."""
+        """Return its exit code when it has ended; UNHEARD where its template ended before."""
         if self.returncode is None:
-            if not select.select([self._life], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(f"forked {self.pid}", timeout or 0)
+            self._await(self._life, timeout)
             told = self._life.recv(REPLY_BYTES)
-            assert told, "the template of the engines has ended"
-            self.returncode = int(told)
+            if not told:
+                self._await(self._handle, timeout)
+            self.returncode = int(told) if told else UNHEARD
             self._life.close()
             os.close(self._handle)
         return self.returncode
 
+    def _await(self, news: socket.socket | int, timeout: float | None) -> None:
+        if not select.select([news], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"forked {self.pid}", timeout or 0)
+
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
-        if self.poll() is None:
+        if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
 
@@ -107,9 +112,10 @@ class Template:
         os.close(theirs_out)
         return Forked(ours, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"))
 
-    def retire(self) -> None:
-        """Let the process end with its last fork."""
-        self._control.close()
+    @property
+    def has_ended(self) -> bool:
+        """Whether it forks no more."""
+        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the process; its forks have ended."""
@@ -122,13 +128,12 @@ class Template:
 
 
 class Templates:
-    """The template of the present environment: another environment gets another one."""
+    """A template for each environment in which engines were asked for."""
 
     def __init__(self) -> None:
-        """It starts the first one when an engine is asked for."""
+        """The first one starts when an engine is asked for."""
         self._directory = tempfile.TemporaryDirectory(prefix="kvbm-template-")
-        self._key: object = None
-        self._all: list[Template] = []
+        self._by_key: dict[tuple[str, ...], Template] = {}
 
     def start(
         self, command: Sequence[str | Path], environ: Mapping[str, str], log: IO[bytes]
@@ -136,18 +141,17 @@ class Templates:
         """Start `PYTHON -m MODULE ARGUMENTS…`, as far as it shows."""
         python, _, module, *arguments = map(str, command)
         imported = {name: value for name, value in environ.items() if not name.startswith(LATE)}
-        key = (python, imported)
-        if not self._all or key != self._key:
-            for one in self._all:
-                one.retire()
-            path = Path(self._directory.name) / str(len(self._all))
-            self._all.append(Template(python, imported, path))
-            self._key = key
-        return self._all[-1].start(module, arguments, environ, log)
+        key = (python, *(f"{name}={value}" for name, value in sorted(imported.items())))
+        if key in self._by_key and self._by_key[key].has_ended:
+            self._by_key.pop(key).close()
+        if key not in self._by_key:
+            path = Path(self._directory.name) / f"{len(self._by_key)}.log"
+            self._by_key[key] = Template(python, imported, path)
+        return self._by_key[key].start(module, arguments, environ, log)
 
     def close(self) -> None:
         """End the templates."""
-        for one in self._all:
+        for one in self._by_key.values():
             one.close()
         self._directory.cleanup()
 

@@ -13,8 +13,11 @@ import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import sys
+
+import numpy
 
 IMPORTED = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
 """What takes an engine eight seconds of a processor before it looks at its arguments."""
@@ -67,7 +70,8 @@ class Forks:
         for descriptor in standard:
             os.close(descriptor)
         handle = os.pidfd_open(pid)
-        socket.send_fds(life, [b"%d" % pid], [handle])
+        with contextlib.suppress(OSError):  # A test that was ended meanwhile does not hear it.
+            socket.send_fds(life, [b"%d" % pid], [handle])
         self._selector.register(handle, selectors.EVENT_READ)
         self._lives[handle] = pid, life
         return False
@@ -89,6 +93,8 @@ def become(standard: list[int], environ: dict[str, str]) -> None:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environ)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    numpy.random.seed()
 
 
 def import_engine() -> dict[str, str]:
@@ -109,6 +115,7 @@ def check_untouched() -> None:
 
 def main() -> None:
     """Import vLLM, say so, and serve; a fork goes on as the module's own main program."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the suite, which ends this.
     set_by_import = import_engine()
     check_untouched()
     gc.collect()

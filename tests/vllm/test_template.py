@@ -13,7 +13,7 @@ import pytest
 from tests import line_process
 from tests.line_process import Process, Start
 from tests.vllm.harness import ENVIRON, VLLM_PYTHON
-from tests.vllm.template import Templates
+from tests.vllm.template import UNHEARD, Templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -49,6 +49,8 @@ def test_a_fork_sees_and_ends_as_a_fresh_start(
     fresh, forked = found
     assert forked["environ"]["KVBM_OF_THIS_TEST"] == "1"
     if how == "import":
+        for seen in found:
+            del seen["drawn"], seen["parent"]
         assert forked == fresh
     if how == "raise":
         assert (tmp_path / how).read_text().count("\nValueError: as told\n") == len(found)
@@ -64,3 +66,23 @@ def test_a_signal_reaches_a_fork_and_no_other(templates: Templates, tmp_path: Pa
     assert killed.poll() == -signal.SIGKILL
     assert left.poll() is None
     assert end(left)[1] == 0
+
+
+def test_forks_outlive_their_template_and_can_be_ended(
+    templates: Templates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A template is killed: its forks run, and hear signals. 2. The next one gets another."""
+    monkeypatch.setenv("TEMPLATE_OF_THIS_TEST", "1")
+    left = begin(templates.start, "read", tmp_path)
+    assert left.stdout is not None
+    parent = json.loads(left.stdout.readline())["parent"]
+    os.kill(parent, signal.SIGKILL)
+    left.kill()
+    assert left.wait(DEADLINE_S) == UNHEARD
+    again = begin(templates.start, "read", tmp_path)
+    assert end(again)[1] == 0
+
+
+def test_forks_draw_numbers_of_their_own(templates: Templates, tmp_path: Path) -> None:
+    drawn = [end(begin(templates.start, "import", tmp_path))[0]["drawn"] for _ in range(2)]
+    assert drawn[0] != drawn[1]
