@@ -200,6 +200,22 @@ def test_a_store_that_refuses_to_delete_is_not_reset_and_says_so() -> None:
     assert admin(disk, "reset", everything, RemoveReply).removed == 2
 
 
+def test_a_reset_removes_all_blocks_then_names_the_objects_that_could_not_be_deleted() -> None:
+    """Goal: one locked object neither makes a tier unready nor keeps others from being removed."""
+    disk = Disk()
+    disk.store(1)
+    everything = RemoveRequest(everything=True)
+    disk.step(DeletesRefused("", "objects wait to be deleted: 1 (AccessDenied)"))
+    assert disk.core.view.statistics().ready
+    assert admin(disk, "reset", everything, RemoveReply).removed == 1
+    refusal = admin(disk, "reset", everything, ErrorBody)
+    assert refusal.code == "store"
+    assert "may come back: objects wait to be deleted: 1 (AccessDenied)" in refusal.message
+    assert admin(disk, "evict", everything, RemoveReply).removed == 0
+    disk.step(DeletesRefused(""))
+    assert admin(disk, "reset", everything, RemoveReply).removed == 0
+
+
 def test_a_bucket_is_not_reset_before_it_has_answered() -> None:
     """Goal: what it holds is not known yet, so `removed=0` would be taken for empty."""
     core = ObjectTierCore(host="h", instance="0", epoch=7)

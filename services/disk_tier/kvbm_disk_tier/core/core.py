@@ -16,7 +16,7 @@ from typing import assert_never
 from kvbm_common.identity import HASH_BYTES, IdentityError, SequenceHash, hashes_from_hex
 from kvbm_common.tier.admin import TierAdmin
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.wire.admin import FilterReply, FilterRequest
+from kvbm_common.wire.admin import FilterReply, FilterRequest, RemoveReply
 from kvbm_common.wire.events import Event, Removed, Stored
 from kvbm_common.wire.verbs import ErrorBody
 
@@ -297,8 +297,8 @@ class DiskTierCore:
                 self.store.went_down(reason)
             case StoreUp():
                 self.store.came_up()
-            case DeletesRefused(reason):
-                self.store.keeps = reason
+            case DeletesRefused(reason, waiting):
+                self.store.keeps, self.store.undeleted = reason, waiting
             case _:
                 assert_never(event)
 
@@ -307,11 +307,14 @@ class DiskTierCore:
         if isinstance(asked.request, FilterRequest):
             self._emit(Answer(asked.reply_to, self._set_filter(asked.request)))
             return
-        if asked.verb == "reset" and (problem := self._removal_problem()):
+        problem = self._removal_problem() if asked.verb == "reset" else ""
+        if not problem:  # Objects that are left keep no other block.
+            answer = self.admin.answer(asked.verb, asked.request, now_ms)
+            is_empty = isinstance(answer, RemoveReply) and not (answer.removed or answer.more)
+            problem = self.store.undeleted if asked.verb == "reset" and is_empty else ""
+        if problem:
             text = f"blocks that are removed here may come back: {problem}"
-            self._emit(Answer(asked.reply_to, ErrorBody(code="store", message=text)))
-            return
-        answer = self.admin.answer(asked.verb, asked.request, now_ms)
+            answer = ErrorBody(code="store", message=text)
         self._emit(Answer(asked.reply_to, answer))
 
     def _removal_problem(self) -> str:

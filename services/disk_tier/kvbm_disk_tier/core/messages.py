@@ -276,12 +276,14 @@ class StoreUp:
 
 @dataclass(frozen=True, slots=True)
 class DeletesRefused:
-    """The store keeps what it was to delete, and reads and writes go on.
+    """The store keeps what it was to delete, and reads and writes go on. Texts are for operators.
 
-    `reason` is for the operator; empty: it deletes again.
+    `reason` is empty where it deletes again, or keeps only some.
     """
 
     reason: str
+    waiting: str = ""
+    """The objects that it has not deleted when it was last asked; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

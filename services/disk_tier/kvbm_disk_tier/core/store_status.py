@@ -65,6 +65,8 @@ class StoreStatus:
         """The reason why there is no store, or why it does not work, for /readyz."""
         self.keeps = ""
         """The reason why it deletes nothing, for /readyz; empty: it deletes, or was not asked."""
+        self.undeleted = ""
+        """The objects that wait to be deleted, and why; empty: none was left."""
         self.layout: Layout | None = None
         """The layout of the store's slots; None: there is no store."""
         self.misfits = not kind.sized

@@ -105,8 +105,10 @@ class Bucket:
 
         def delete(client: Any) -> dict[str, str]:
             reply = client.delete_objects(Bucket=self.options.bucket, Delete=wanted)
-            errors = reply.get("Errors", [])
-            return {str(error.get("Key")): str(error.get("Code", "unknown")) for error in errors}
+            return {
+                str(error.get("Key", "")): str(error.get("Code", "unknown"))
+                for error in reply.get("Errors", [])
+            }
 
         return await self._call("delete", delete)
 

@@ -3,7 +3,7 @@
 Only a write of the same name waits for a delete. A delete that fails is tried again, also where it
 was refused: keys are renewed. A store may refuse some names of a batch, and delete others: those
 are not tried again, unless the reason passes. What is not deleted (it was refused, the queue was
-full, the process ended) is found by the next listing.
+full, the process ended) is found by the next listing. `Undeleted` decides.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 from kvbm_common.runtime.logs import OncePerKind
 
+from kvbm_disk_tier.core.messages import DeletesRefused
+from kvbm_disk_tier.objects.core.undeleted import Undeleted
 from kvbm_disk_tier.objects.shell.object_store import (
     PAGE_MAX,
+    PASSING,
     BucketError,
     BucketRefused,
     ObjectStore,
@@ -32,11 +35,6 @@ ROOM = 10_000
 """A listing that finds much to delete waits while more than so many wait."""
 ROOM_WAIT_S = 2.0
 """The seconds that a page waits for room at most: the store may refuse to delete."""
-
-PASSING = (
-    "InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown",
-)  # fmt: skip
-"""S3's reasons why one name of a batch is left that say nothing of the next attempt."""
 
 log = OncePerKind(logging.getLogger(__name__))
 
@@ -54,9 +52,9 @@ class Deletes:
         self._landed = asyncio.Event()
         self.lately: OrderedDict[str, None] = OrderedDict()
         """Deleted, or to be, since `forget`: a page of a listing may still name them."""
-        self._refusal = ""
-        """The reason why the store deletes nothing; empty: it does, or has nothing to delete."""
-        self._refused: Callable[[str], None] = lambda _: None
+        self._undeleted = Undeleted(PASSING)
+        self._said = DeletesRefused("")
+        self._tell: Callable[[DeletesRefused], None] = lambda _: None
 
     def __len__(self) -> int:
         """Return the number of names that wait for their delete or are being deleted."""
@@ -64,7 +62,10 @@ class Deletes:
 
     def concerns(self, name: str) -> bool:
         """Tell whether an object is deleted, or to be: a page of a listing may still name it."""
-        return name in self.lately or name in self._queue or name in self._in_flight
+        return name in self.lately or self._waits(name)
+
+    def _waits(self, name: str) -> bool:
+        return name in self._queue or name in self._in_flight
 
     def add(self, names: Iterable[str]) -> None:
         """Delete these, some time."""
@@ -81,6 +82,8 @@ class Deletes:
     def forget(self) -> None:
         """Forget the finished deletes: a listing that begins now does not name those objects."""
         self.lately = OrderedDict.fromkeys([*self._in_flight, *self._queue])
+        self._undeleted.begin_listing(self._waits)
+        self._tell_changes()
 
     async def wait_room(self) -> None:
         """Wait, for a while, until the queue is short."""
@@ -97,13 +100,15 @@ class Deletes:
             await self._landed.wait()
             self._queue.pop(name, None)  # A delete that has failed is in the queue again.
         self.lately.pop(name, None)
+        self._undeleted.written(name)
+        self._tell_changes()
 
-    async def run(self, refused: Callable[[str], None]) -> None:
+    async def run(self, tell: Callable[[DeletesRefused], None]) -> None:
         """Delete what is added, until cancelled.
 
-        `refused(reason)` hears when the store begins to refuse; "": it deletes again.
+        `tell` hears when the store begins or ends to refuse, and what it has not deleted.
         """
-        self._refused = refused
+        self._tell = tell
         pauses = backoff()
         while True:
             await self._wake.wait()
@@ -113,10 +118,9 @@ class Deletes:
                     pauses = backoff()
                 else:
                     await asyncio.sleep(next(pauses))
-            self._judge("")
 
     async def _delete_batch(self) -> bool:
-        """Delete the oldest names of the queue; return whether any of them is gone."""
+        """Delete the oldest names of the queue; return whether the next may follow at once."""
         batch = [self._queue.popitem(last=False)[0] for _ in range(min(PAGE_MAX, len(self._queue)))]
         self._in_flight = frozenset(batch)
         self._landed.clear()
@@ -126,33 +130,25 @@ class Deletes:
             log.warning(error.code, f"{len(batch)} objects could not be deleted: {error}")
             self._counted("failed", len(batch))
             self._queue.update(dict.fromkeys(batch))
-            if isinstance(error, BucketRefused):
-                self._judge(str(error))
+            refused = isinstance(error, BucketRefused)
+            self._undeleted.failed(batch, str(error), refused=refused)
+            self._tell_changes()
             return False
         finally:
             self._in_flight = frozenset()
             self._landed.set()
-        return self._land(batch, left)
-
-    def _land(self, batch: Sequence[str], left: Mapping[str, str]) -> bool:
-        """Take the store's answer: the names of the batch that are left, and why."""
-        for name, why in left.items():
+        answer = self._undeleted.answered(batch, left, self._bucket.where)
+        for name, why in answer.left.items():
             log.warning(why, f"{name} could not be deleted: {why}")
-        self._counted("failed", len(left))
-        self._counted("deleted", len(batch) - len(left))
-        is_any_gone = len(left) < len(batch)
-        refusals = [why for why in left.values() if why not in PASSING]
-        for name in batch:
-            if name in left and (left[name] in PASSING or not is_any_gone):
-                self._queue[name] = None
-        if is_any_gone:
-            self._judge("")
-        elif refusals:
-            self._judge(f"{self._bucket.where}: objects cannot be deleted ({refusals[0]})")
-        return is_any_gone
+        self._counted("failed", len(answer.left))
+        self._counted("deleted", len(answer.gone))
+        self._queue.update(dict.fromkeys(answer.again))
+        self._tell_changes()
+        return answer.may_go_on
 
-    def _judge(self, refusal: str) -> None:
-        """Tell of a refusal, or of its end, once."""
-        if refusal != self._refusal:
-            self._refusal = refusal
-            self._refused(refusal)
+    def _tell_changes(self) -> None:
+        """Tell what is refused and what waits, if that has changed."""
+        now = DeletesRefused(self._undeleted.refusal, self._undeleted.waiting)
+        if now != self._said:
+            self._said = now
+            self._tell(now)

@@ -32,7 +32,6 @@ from kvbm_disk_tier.core.effects import (
 from kvbm_disk_tier.core.journal import Operation, Replay
 from kvbm_disk_tier.core.messages import (
     STALE_ARENA,
-    DeletesRefused,
     Journaled,
     ReadDone,
     StoreFailed,
@@ -186,10 +185,7 @@ class ObjectMedium:
         """List, delete and probe, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_listing(loop), name="listing")
-            tasks.create_task(
-                self._deletes.run(lambda reason: loop.complete(DeletesRefused(reason))),
-                name="deletes",
-            )
+            tasks.create_task(self._deletes.run(loop.complete), name="deletes")
             tasks.create_task(self._watch.run(loop.complete, self._opened), name="watch")
 
     # --- blocks -----------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -27,6 +29,16 @@ GONE = "gone"
 Sums = bytes
 PAGE_MAX = 1_000
 """S3's own limit, for lists and for deletes."""
+PASSING = frozenset(
+    ["InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown"]
+) | {
+    os.strerror(number)
+    for number in (
+        errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENFILE, errno.ENOMEM,
+        errno.ESTALE, errno.ETIMEDOUT,
+    )
+}  # fmt: skip
+"""Reasons why one name of a batch is left that say nothing of the next attempt: S3's, a file's."""
 PAUSE_S = 0.2
 PAUSE_MAX_S = 5.0
 

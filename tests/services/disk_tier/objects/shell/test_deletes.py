@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from kvbm_disk_tier.core.messages import DeletesRefused
 from kvbm_disk_tier.objects.core.answers import FolderList, Page
 from kvbm_disk_tier.objects.shell import deletes as deletes_module
 from kvbm_disk_tier.objects.shell.deletes import Deletes
@@ -25,6 +27,8 @@ class Store:
         self.failure: BucketError | None = None
         self.left: dict[str, str] = {}
         """Names that it does not delete, and why; "*": all others."""
+        self.deletes_none_and_names: dict[str, str] = {}
+        """Names, and why, that it tells instead of those that it was asked for."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.asked: list[list[str]] = []
@@ -36,6 +40,8 @@ class Store:
         await self.may_answer.wait()
         if self.failure is not None:
             raise self.failure
+        if self.deletes_none_and_names:
+            return self.deletes_none_and_names
         left = {name: why for name in names if (why := self.left.get(name, self.left.get("*")))}
         self.deleted += [name for name in names if name not in left]
         return left
@@ -64,9 +70,9 @@ async def store() -> Store:
 
 
 @asynccontextmanager
-async def running(deletes: Deletes) -> AsyncIterator[list[str]]:
-    """The task that empties the queue, and the refusals that it tells."""
-    told: list[str] = []
+async def running(deletes: Deletes) -> AsyncIterator[list[DeletesRefused]]:
+    """The task that empties the queue, and what it tells of refusals and failures."""
+    told: list[DeletesRefused] = []
     task = asyncio.create_task(deletes.run(told.append))
     try:
         yield told
@@ -162,7 +168,9 @@ async def test_a_name_that_a_store_leaves_for_now_is_tried_again_and_a_refused_o
         await wait_until(lambda: not len(deletes))
     assert (store.deleted, store.asked[1]) == (["kv/a", "kv/b"], ["kv/b"])
     assert ended[:2] == [("failed", 2), ("deleted", 1)]
-    assert told == [], "it deletes"
+    assert told[0] == DeletesRefused("", "objects wait to be deleted: 2 (AccessDenied)")
+    assert told[-1] == DeletesRefused("", "objects wait to be deleted: 1 (AccessDenied)")
+    assert not any(one.reason for one in told), "it deletes"
 
 
 @pytest.mark.parametrize("failure", [None, BucketRefused("no access (AccessDenied)")])
@@ -172,24 +180,82 @@ async def test_a_store_that_refuses_to_delete_is_told_once_and_that_it_deletes_a
     """For each name, or as a whole."""
     deletes = Deletes(store, lambda outcome, count: None)
     store.failure, store.left = failure, {"*": "AccessDenied"}
-    deletes.add(["kv/a"])
+    deletes.add(["kv/a", "kv/b", "kv/c"])
     async with running(deletes) as told:
         await wait_until(lambda: len(store.asked) > 1)
-        [reason] = told
-        assert "AccessDenied" in reason
+        [refused] = told
+        assert "AccessDenied" in refused.reason
         store.failure, store.left = None, {}
         await wait_until(lambda: not len(deletes))
         await wait_until(lambda: len(told) > 1)
-    assert told == [reason, ""]
+    assert told == [refused, DeletesRefused("")]
 
 
-async def test_a_refusal_ends_with_the_last_name_that_was_refused(store: Store) -> None:
-    """Its block is written again, so that nothing is to be deleted."""
+@pytest.mark.parametrize("failure", [None, BucketError("503")])
+async def test_deletes_that_fail_for_now_are_told_as_waiting(
+    store: Store, failure: BucketError | None
+) -> None:
+    """A reset that says done meanwhile would be taken for an empty bucket."""
     deletes = Deletes(store, lambda outcome, count: None)
-    store.left = {"*": "AccessDenied"}
-    deletes.add(["kv/a"])
+    store.failure, store.left = failure, {"*": "503"}
+    deletes.add(["kv/a", "kv/b"])
     async with running(deletes) as told:
         await wait_until(lambda: told)
-        await deletes.wait_writable("kv/a")
+        [waiting] = told
+        store.failure, store.left = None, {}
         await wait_until(lambda: len(told) > 1)
-    assert told[-1] == ""
+    assert waiting.waiting.startswith("objects wait to be deleted: 2 (")
+    assert told[1:] == [DeletesRefused("")]
+
+
+async def test_a_refusal_does_not_end_because_one_block_is_written_again(store: Store) -> None:
+    """The store has deleted nothing. With the last block, and a listing, nothing tells of it."""
+    deletes = Deletes(store, lambda outcome, count: None)
+    store.left = {"*": "AccessDenied"}
+    names = ["kv/a", "kv/b", "kv/c", "kv/d"]
+    deletes.add(names)
+    async with running(deletes) as told:
+        await wait_until(lambda: told)
+        for name in names:
+            assert told[-1].reason
+            await deletes.wait_writable(name)
+        assert told[-1].reason
+        deletes.forget()
+    assert told[-1] == DeletesRefused("")
+
+
+async def test_a_store_that_says_slow_down_is_not_asked_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It deletes one name of each batch, and says so of all others: the pauses grow."""
+    pauses: list[float] = []
+
+    def counted_pauses() -> Iterator[float]:
+        for pause in itertools.count():
+            pauses.append(pause)
+            yield 0.0
+
+    async def delete(names: Sequence[str]) -> dict[str, str]:
+        store.asked.append(list(names))
+        return dict.fromkeys(names[1:], "SlowDown")
+
+    monkeypatch.setattr(deletes_module, "backoff", counted_pauses)
+    monkeypatch.setattr(store, "delete", delete)
+    deletes = Deletes(store, lambda outcome, count: None)
+    deletes.add(["kv/a", "kv/b", "kv/c"])
+    async with running(deletes):
+        await wait_until(lambda: not len(deletes))
+    assert [len(names) for names in store.asked] == [3, 2, 1]
+    assert pauses == [0, 1]
+
+
+async def test_an_answer_that_names_other_objects_is_counted_as_a_failure(store: Store) -> None:
+    """A counter takes no negative number: the task would end."""
+    ended: list[tuple[str, int]] = []
+    deletes = Deletes(store, lambda outcome, count: ended.append((outcome, count)))
+    store.deletes_none_and_names = {"other/1": "AccessDenied", "other/2": "AccessDenied"}
+    deletes.add(["kv/a"])
+    async with running(deletes):
+        await wait_until(lambda: ended)
+        assert deletes.concerns("kv/a")
+    assert ended[:2] == [("failed", 1), ("deleted", 0)]
