@@ -217,24 +217,19 @@ async def check_stack(
     unrest: list[str] = []
     kinds = tier_kinds(with_disk=with_disk)
     quiet = () if view.is_shared else kinds
-    steps: tuple[tuple[Callable[[], Awaitable[bool]], str, Callable[[], bool]], ...] = (
-        (lambda: _is_quiet(view, engines, quiet), "the stack is not quiet", lambda: False),
+    steps: tuple[tuple[Callable[[], Awaitable[bool]], str], ...] = (
+        (lambda: _is_quiet(view, engines, quiet), "the stack is not quiet"),
         (
             lambda: _has_answered(view, engines, kinds, verdict, findings),
             "the tiers do not answer",
-            lambda: any(findings.leftovers.values()),
         ),
-        (
-            lambda: _agree(view, engines, kinds, findings),
-            "the views differ",
-            lambda: any(findings.differences.values()),
-        ),
+        (lambda: _agree(view, engines, kinds, findings), "the views differ"),
     )
-    for look, trouble, has_found in steps:
+    for look, trouble in steps:
         try:
             await wait_until(look, trouble)
         except DeadlineExceeded as error:
-            if not has_found():
+            if not findings.is_complete:  # Otherwise they say it themselves.
                 unrest.append(str(error))
     verdict.leases_left, verdict.staged_left = findings.leases_left, findings.staged_left
     verdict.differences = unrest + findings.texts()
@@ -265,6 +260,7 @@ async def _has_answered(
 
     Returns False where others use the stack, and what is left may still be theirs.
     """
+    findings.is_complete = False
     verdict.troubles.clear()
     own = [engine.config.name for engine in engines] if view.is_shared else None
     findings.take_leftovers(
@@ -275,6 +271,7 @@ async def _has_answered(
     )
     verdict.troubles += await troubles_of(view, kinds)
     verdict.troubles += [f"{source} is gone, and has not said why" for source in await view.lost()]
+    findings.is_complete = True
     return not view.is_shared or not any(findings.leftovers.values())
 
 
@@ -282,6 +279,7 @@ async def _agree(
     view: StackView, engines: Sequence[EngineHandle], kinds: Sequence[str], findings: Findings
 ) -> bool:
     """Compare what each source has with what the index has of it; note what differs."""
+    findings.is_complete = False
     held: dict[str, set[str]] = {}
     for holder in await view.dump():
         held.setdefault(holder.source, set()).update(holder.hashes)
@@ -296,6 +294,7 @@ async def _agree(
     if not view.is_shared:
         look |= {source: difference_of(set(), names) for source, names in held.items()}
     findings.take_differences(look)
+    findings.is_complete = True
     return not any(findings.differences.values())
 
 

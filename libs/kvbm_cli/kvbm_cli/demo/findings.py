@@ -61,7 +61,10 @@ class Leftovers:
 
 
 def leftovers_of(stats: StatsReply, engines: Collection[str] | None) -> Leftovers:
-    """Return what one tier has left: with `engines`, of leases only those of these engines."""
+    """Return what one tier has left: with `engines`, of leases only those of these engines.
+
+    A tier below the host tiers has leases for operators' pins alone, which no run leaves.
+    """
     staged = stats.slots.get("staged", 0)
     at_rest = not is_under_way(stats)
     if engines is None:
@@ -98,6 +101,8 @@ class Findings:
 
     lasting: bool
     """True: a finding counts only if every look since its source has joined has it."""
+    is_complete: bool = False
+    """The last look has asked everything; False: it has failed on the way."""
     leftovers: Mapping[str, Leftovers] = field(default_factory=dict)
     differences: Mapping[str, Difference] = field(default_factory=dict)
 

@@ -313,6 +313,45 @@ async def test_a_slot_that_stays_staged_while_a_tier_is_at_rest_is_found(shared:
     assert (await verdict_of(shared)).staged_left == 1
 
 
+@pytest.mark.parametrize("staged", [0, 1])
+async def test_a_look_that_fails_is_told_whatever_others_have_staged(
+    shared: View, monkeypatch: pytest.MonkeyPatch, staged: int
+) -> None:
+    """Slots that are staged for others count as none, so nothing else would tell of it."""
+
+    async def lost() -> list[str]:
+        raise NoResponder("the stream of events does not answer")
+
+    monkeypatch.setattr(shared, "lost", lost)
+    shared.staged = {"host-tier": staged}
+    [unrest] = (await verdict_of(shared)).differences
+    assert "the stream of events does not answer" in unrest
+
+
+async def test_a_difference_is_told_beside_an_index_that_answers_no_more(
+    shared: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last look had no answer: it could have been the one without a difference."""
+    shared.indexed["disk-tier-0"].add(9)
+    dump, dumps = shared.dump, itertools.count()
+
+    async def dump_once() -> list[HolderDump]:
+        shared.index_is_away = next(dumps) > 0
+        return await dump()
+
+    monkeypatch.setattr(shared, "dump", dump_once)
+    unrest, difference = (await verdict_of(shared)).differences
+    assert "nobody serves the index" in unrest
+    assert difference.startswith("disk-tier-0")
+
+
+async def test_leases_of_a_disk_tier_are_not_counted_beside_others(shared: View) -> None:
+    """It has some for operators' pins alone."""
+    shared.leases = {"disk-tier": 5}
+    shared.figures |= {"engine_leases.sim-0": 0.0}
+    assert await verdict_of(shared) == Verdict()
+
+
 async def test_an_own_engine_that_does_not_come_to_rest_is_told_beside_others(
     shared: View,
 ) -> None:
