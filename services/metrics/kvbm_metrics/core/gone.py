@@ -6,7 +6,7 @@ or until one of its name is back. One that left by itself stays ten minutes: it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,10 +85,10 @@ class GoneServices:
         """Return the services that went silent and are not back, without those that left."""
         return [one.record for one in self.of(now_s) if one.manner == "lost"]
 
-    def forget(self, host: str) -> int:
-        """Forget the services of a host that went silent; return how many."""
-        found = [key for key, one in self._gone.items()
-                 if one.manner == "lost" and one.record.host == host]  # fmt: skip
+    def forget(self, lost: Collection[ServiceRecord]) -> int:
+        """Forget these lives of services that went silent; return how many were still lost."""
+        found = [one.record.key for one in self._gone.values()
+                 if one.manner == "lost" and one.record in lost]  # fmt: skip
         for key in found:
             del self._gone[key]
         return len(found)

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 from kvbm_common.errors import (
     KvbmError,
+    NoResponder,
     RegistryUnavailable,
     RequestFailed,
 )
@@ -56,7 +57,7 @@ Reply = TypeVar("Reply")
 
 
 class StillThere(KvbmError):
-    """A service of a host that is to be forgotten is registered, or answers."""
+    """A lost service that is to be forgotten answers, or may still be there."""
 
     code = "still_there"
 
@@ -207,24 +208,22 @@ class Fleet:
     async def forget(self, host: str) -> int:
         """Forget the lost services of a host; return how many.
 
-        Raises StillThere if any of its services is registered or answers, RegistryUnavailable.
+        Raises StillThere unless NATS says of each of them that nothing answers for it;
+        RegistryUnavailable.
         """
         if error := await self._refresh_records():
             raise RegistryUnavailable(error)
-        lost = [record for record in self._gone.lost(self._clock_s()) if record.host == host]
+        found = self._lost((), asked_now=self._records)
+        lost = [record for record in found if record.host == host]
         answers = await asyncio.gather(
             *(self._ask_verb(record, "stats", self._stats_codec) for record in lost)
         )
-        there = [record.key for record in self._records if record.host == host]
-        there += [
-            record.key
-            for record, answer in zip(lost, answers, strict=True)
-            if answer.message is not None or isinstance(answer.error, RequestFailed)
-        ]
-        if there:
-            raise StillThere(f"{there[0]} is there: only a host that is gone can be forgotten")
+        for record, answer in zip(lost, answers, strict=True):
+            # One that hangs, or says what cannot be read, may come back with all its blocks.
+            if not isinstance(answer.error, NoResponder):
+                raise StillThere(f"{record.key} may be there: {answer.error or 'it answers'}")
         self._cached = None
-        return self._gone.forget(host)
+        return self._gone.forget(lost)
 
     async def ask_instance(
         self, record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]

@@ -197,8 +197,8 @@ def removing(
 
 
 SILENCE = (
-    "lost: it went silent, and what it holds is not removed; tiers that answer are reset. If its "
-    "machine is gone for good, `kvbm forget {host}` leaves it out"
+    "lost: it went silent, and what it holds is not removed; tiers that answer are reset. If it is "
+    "gone for good, `kvbm forget {host}` leaves it out"
 )
 
 

@@ -41,15 +41,16 @@ def test_a_service_that_is_back_is_not_gone() -> None:
     assert gone_after(Left(HOST, "expired"), Joined(back), Left(back, "expired")) != []
 
 
-def test_a_host_that_is_forgotten_has_no_lost_service_any_more() -> None:
-    """What left by itself, and what other hosts have lost, is remembered as before."""
-    services = GoneServices()
-    for gone in (HOST, record("host-tier", host="other")):
+def test_services_that_are_forgotten_are_not_lost_any_more() -> None:
+    """What left by itself, another life, and what is not named, is remembered as before."""
+    services, again = GoneServices(), record("host-tier", host="again", epoch=2)
+    for gone in (HOST, again, record("host-tier", host="other")):
         services.take(Left(gone, "expired"), 0.0)
     services.take(Left(DISK, "deleted"), 0.0)
-    assert (services.forget(HOST.host), services.forget(HOST.host)) == (1, 0)
+    named = [HOST, DISK, record("host-tier", host="again", epoch=1)]
+    assert (services.forget(named), services.forget(named)) == (1, 0)
     keys = [one.record.key for one in services.of(0.0)]
-    assert keys == [DISK.key, "host-tier.other.0"]
+    assert keys == [DISK.key, again.key, "host-tier.other.0"]
 
 
 def test_of_those_that_are_gone_some_are_lost() -> None:

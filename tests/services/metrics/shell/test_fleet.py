@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -12,18 +12,24 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from kvbm_common.access.http_access import Access
-from kvbm_common.errors import DeadlineExceeded, RequestFailed
+from kvbm_common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    KvbmError,
+    NoResponder,
+    RequestFailed,
+)
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import NatsRegistry
-from kvbm_common.registry.records import Left, RegistryEvent, ServiceRecord
+from kvbm_common.registry.records import Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.index_verbs import MatchReply
 from kvbm_metrics.shell.api import create_app
-from kvbm_metrics.shell.fleet import Fleet
+from kvbm_metrics.shell.fleet import Fleet, StillThere
 from kvbm_metrics.shell.state import Api
 
 from tests.services.metrics.samples import record, tier_stats
-from tests.waiting import ask_until
+from tests.waiting import ask_until, wait_until
 
 DEADLINE_S = 30.0
 
@@ -115,18 +121,19 @@ async def test_a_reset_fails_for_a_tier_that_went_silent(bus: Bus, client: Async
 
 
 class SilentBus:
-    """NATS is there, and services say nothing until they have `gone`."""
+    """NATS is there, and services say nothing until they have `gone`; then a request fails."""
 
     connected = True
 
-    def __init__(self) -> None:
+    def __init__(self, error: type[KvbmError] = DeadlineExceeded) -> None:
+        self.error = error
         self.asked, self.gone = asyncio.Event(), asyncio.Event()
 
     async def request(self, subject: str, _payload: bytes, *, deadline_s: float) -> bytes:
         self.asked.set()
         async with asyncio.timeout(DEADLINE_S + deadline_s):
             await self.gone.wait()
-        raise DeadlineExceeded(subject)
+        raise self.error(subject)
 
 
 class Registered:
@@ -135,12 +142,14 @@ class Registered:
     def __init__(self, *records: ServiceRecord) -> None:
         self.records = list(records)
         self.tell: Callable[[RegistryEvent], None] = lambda _: None
+        self.watched = asyncio.Event()
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
         return [one for one in self.records if kind in (None, one.kind)]
 
     def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
         self.tell = callback
+        self.watched.set()
         return lambda: None
 
 
@@ -160,6 +169,77 @@ async def test_a_service_that_is_lost_while_it_is_asked_is_shown_once() -> None:
     assert (list(view.lost), following.done()) == ([], False)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+async def hang(_payload: bytes) -> bytes:
+    """Answer as a process that is stopped, whose connection to NATS is there."""
+    await asyncio.Event().wait()
+    return b""
+
+
+async def say_something_newer(_payload: bytes) -> bytes:
+    """Answer as a release whose answers cannot be read."""
+    return b'{"v":2}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"), [(hang, "no answer"), (say_something_newer, "version 2")]
+)
+async def test_a_lost_service_that_may_be_there_is_not_forgotten(
+    bus: Bus, answer: Callable[[bytes], Awaitable[bytes]], why: str
+) -> None:
+    """It can come back with its blocks after a reset that was done."""
+    registry = NatsRegistry(bus, ttl_s=5.0)
+    async with following(Fleet(bus, registry, Metrics())) as fleet:
+        await bus.add_verbs("disk-tier", "0", "b", {"stats": answer})
+        async with short_lived(bus) as silent:
+            await silent.register("disk-tier", "b", "0")
+            await ask_until(fleet.records, deadline_s=DEADLINE_S, poll_s=0.1)
+        await wait_until(fleet.gone, deadline_s=DEADLINE_S, poll_s=0.1)
+        with pytest.raises(StillThere, match=f"disk-tier.b.0 may be there: .*{why}"):
+            await fleet.forget("b")
+        assert len(fleet.gone()) == 1
+    await registry.close()
+
+
+@asynccontextmanager
+async def following(fleet: Fleet) -> AsyncIterator[Fleet]:
+    """A fleet that follows its registry."""
+    task = asyncio.create_task(fleet.follow())
+    yield fleet
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_service_is_not_forgotten_when_nats_cannot_tell() -> None:
+    """The connection is lost while the question is under way."""
+    bus, registry = SilentBus(BusUnavailable), Registered()
+    bus.gone.set()
+    async with following(Fleet(cast("Bus", cast("Any", bus)), registry, Metrics())) as fleet:
+        await asyncio.wait_for(registry.watched.wait(), DEADLINE_S)
+        registry.tell(Left(record("disk-tier", host="h"), "expired"))
+        with pytest.raises(StillThere):
+            await fleet.forget("h")
+        assert len(fleet.gone()) == 1
+
+
+async def test_only_services_that_were_asked_are_forgotten() -> None:
+    """Another one of the host falls silent while the lost one is asked: it may come back."""
+    disk, host = record("disk-tier", host="h"), record("host-tier", host="h")
+    bus, registry = SilentBus(NoResponder), Registered()
+    async with following(Fleet(cast("Bus", cast("Any", bus)), registry, Metrics())) as fleet:
+        await asyncio.wait_for(registry.watched.wait(), DEADLINE_S)
+        registry.tell(Left(disk, "expired"))
+        registry.records = [host]
+        registry.tell(Joined(host))
+        forgetting = asyncio.create_task(fleet.forget("h"))
+        await asyncio.wait_for(bus.asked.wait(), DEADLINE_S)
+        registry.records = []
+        registry.tell(Left(host, "expired"))
+        await fleet.records()
+        bus.gone.set()
+        assert await asyncio.wait_for(forgetting, DEADLINE_S) == 1
+        assert [one.kind for one in fleet.gone()] == ["host-tier"]
 
 
 async def test_a_service_that_leaves_is_not_lost(bus: Bus, client: AsyncClient) -> None:
