@@ -129,7 +129,7 @@ class Engine:
                 from kvbm_connectors.vllm.tracked import Tracked  # Others' engines have none.
 
                 try:
-                    marks = side.first_extras_of(request)
+                    marks = side.extras.of(request)
                 except AdapterRefused:
                     continue  # Its blocks have no names.
                 tracked, hashes = Tracked(request, "", marks), request.block_hashes

@@ -18,7 +18,8 @@ WATCHED = "kvbm_watches"
 
 
 def watch_loads(core_class: Any = None) -> None:
-    """Have vLLM's `EngineCore` tell our connectors of each adapter that it has loaded."""
+    """Have vLLM's `EngineCore` tell our connectors of each adapter that it has loaded, or failed
+    to: it may have taken the old one away by then."""
     if core_class is None:
         from vllm.v1.engine.core import EngineCore
 
@@ -29,10 +30,14 @@ def watch_loads(core_class: Any = None) -> None:
 
     @functools.wraps(load)
     def loaded(core: Any, lora_request: Any) -> Any:
-        answer = load(core, lora_request)
-        for connector in _ours(getattr(core.scheduler, "connector", None)):
-            connector.adapter_loaded(lora_request)
-        return answer
+        failed = True
+        try:
+            answer = load(core, lora_request)
+            failed = False
+            return answer
+        finally:
+            for connector in _ours(getattr(core.scheduler, "connector", None)):
+                connector.adapter_loaded(lora_request, failed=failed)
 
     setattr(loaded, WATCHED, True)
     setattr(core_class, LOAD, loaded)

@@ -141,13 +141,37 @@ class Adapters:
             self._warn(key[0], refused)
             raise
 
-    def is_replaced(self, lora: Any) -> bool:
-        """Return whether requests with the number of an adapter that vLLM has loaded now may be
-        computed with other weights than they were named by."""
+    def check(self, lora: Any) -> None:
+        """Note the adapter of a request. Raises AdapterRefused where vLLM may compute it with
+        other weights than those of its files."""
         number, key = int(lora.lora_int_id), _key_of(lora)
-        if number not in self._numbers and self._loaded.setdefault(number, key) == key:
+        if _tensors_of(lora) is not None:
+            self._distrust(number, key)
+            raise AdapterRefused("lora_in_memory", f"{key[0]} has no files")
+        self._note(number, key)
+        if key in self._mixed:
+            raise AdapterRefused("lora_changed", f"a number of {key[0]} was another's")
+        if len(self._mixed) >= ADAPTERS_MAX:
+            raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters had numbers of others")
+
+    def is_replaced(self, lora: Any, *, failed: bool = False) -> bool:
+        """Return whether requests may be computed with other weights than they were named by,
+        since vLLM has loaded an adapter: those that `may_share` it.
+
+        A load that has `failed` may have put some weights in the place of a number's others.
+        """
+        number, key = int(lora.lora_int_id), _key_of(lora)
+        in_memory = _tensors_of(lora) is not None
+        if number not in self._numbers and number not in self._loaded:
+            if not failed:
+                self._loaded[number] = REPLACED if in_memory else key
             if len(self._loaded) > ADAPTERS_MAX:
                 del self._loaded[next(iter(self._loaded))]
+            return False
+        if failed or in_memory:
+            self._distrust(number, key)
+            return True
+        if self._loaded.get(number) == key:
             return False
         try:
             self._note(number, key)
@@ -155,6 +179,13 @@ class Adapters:
             return True
         known = self._known.get(key)
         return known is not None and not is_unchanged(known.files)
+
+    def may_share(self, lora: Any, other: Any) -> bool:
+        """Return whether blocks of an adapter may be computed with the weights of one that was
+        replaced: it has the same number or name, or had a number of others."""
+        key = _key_of(lora)
+        same = lora.lora_int_id == other.lora_int_id or key == _key_of(other)
+        return same or key in self._mixed or len(self._mixed) >= ADAPTERS_MAX
 
     def _warn(self, name: str, refused: AdapterRefused) -> None:
         """Say once for each adapter and reason why it is not cached, and the way out."""
@@ -166,13 +197,7 @@ class Adapters:
     def _value_of(self, lora: Any, key: tuple[str, str]) -> str:
         number = int(lora.lora_int_id)
         again = number in self._numbers
-        self._note(number, key)
-        if key in self._mixed:
-            raise AdapterRefused("lora_changed", f"a number of {lora.lora_name} was another's")
-        if len(self._mixed) >= ADAPTERS_MAX:
-            raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters had numbers of others")
-        if getattr(lora, "lora_tensors", None) is not None:
-            raise AdapterRefused("lora_in_memory", f"{lora.lora_name} has no files")
+        self.check(lora)
         known = self._known.get(key)
         if known is None:
             known = self._read(lora, key)
@@ -183,22 +208,29 @@ class Adapters:
         return lora_extra(key[0], known.content)
 
     def _note(self, number: int, key: tuple[str, str]) -> None:
-        """Note what a number stands for. Raises AdapterRefused where it was something else.
+        """Note what a number stands for. Raises AdapterRefused where it was something else."""
+        known = self._remember(number, key)
+        if known != key:
+            self._distrust(number, key)
+            raise AdapterRefused("lora_changed", f"{number} was {known}")
 
-        vLLM keeps the adapters that were used last, so these are remembered.
-        """
+    def _remember(self, number: int, key: tuple[str, str]) -> tuple[str, str]:
+        """Return what a number stands for, `key` if it is new, and count it as used last: vLLM
+        keeps the adapters that were used last."""
         loaded = self._loaded.pop(number, key)
         known = self._numbers[number] = self._numbers.pop(number, loaded)
         if len(self._numbers) > ADAPTERS_MAX:
             del self._numbers[next(iter(self._numbers))]
-        if known == key:
-            return
+        return known
+
+    def _distrust(self, number: int, key: tuple[str, str]) -> None:
+        """Refuse a number from now on, and until a reset the adapters that it stood for."""
+        known = self._remember(number, key)
         self._numbers[number] = REPLACED
         if len(self._mixed) < ADAPTERS_MAX:
             self._mixed |= {known, key}
         if self._told.pop(number, None):
             self._said(self._all())
-        raise AdapterRefused("lora_changed", f"{number} was {known}")
 
     def _tell(self, number: int, key: tuple[str, str], *, again: bool) -> None:
         """Tell the consolidator of a number, in the place of the oldest where there are many.
@@ -261,6 +293,11 @@ class Adapters:
             self._known.clear()
         self._told.clear()
         self._mixed.clear()
+
+
+def _tensors_of(lora: Any) -> Any:
+    """Return an adapter's weights where a request brings them itself, without files."""
+    return getattr(lora, "lora_tensors", None)
 
 
 def _key_of(lora: Any) -> tuple[str, str]:

@@ -14,15 +14,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
-from kvbm_common.identity import ExtraTag, Hasher, SequenceHash, request_extras
+from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.tier.kv_groups import boundary_tokens
 
 from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Load, LoadResult
 from kvbm_connectors.core.prefill_meter import PrefillMeter
-from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
+from kvbm_connectors.vllm.adapters import Adapters
 from kvbm_connectors.vllm.agent_hints import AgentHints
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
 from kvbm_connectors.vllm.calendar import Calendar
@@ -31,9 +32,10 @@ from kvbm_connectors.vllm.engine_types import BlockTable, EngineRequest, Schedul
 from kvbm_connectors.vllm.half import Half
 from kvbm_connectors.vllm.kv_groups import KvGroup, decoded_together, runs_of
 from kvbm_connectors.vllm.plan import RankResults, StepPlan, StepReport, await_news, impossible_load
+from kvbm_connectors.vllm.request_extras import RequestExtras
 from kvbm_connectors.vllm.step_meter import StepMeter
 from kvbm_connectors.vllm.stream_marks import RankMarks
-from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, refusal_of_request, users_of
+from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, users_of
 from kvbm_connectors.vllm.versions import states_of, tables_of
 
 log = logging.getLogger(__name__)
@@ -64,8 +66,7 @@ class SchedulerSide:
         """
         self.counts: Counter[str] = Counter()
         self.steps = StepMeter(meter, counts=self.counts)
-        self._adapters = adapters or Adapters()
-        self._generation = ""
+        self.extras = RequestExtras(adapters or Adapters())
         self._stale = False  # A reset was refused: the device's cache has blocks of before.
         self._half, self._calendar = half, Calendar()
         self.groups = tuple(groups) or (KvGroup(hasher),)
@@ -336,14 +337,11 @@ class SchedulerSide:
     def _track(self, request: EngineRequest) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            refused = refusal_of_request(request)
-            try:
-                extras = () if refused else self.first_extras_of(request)
-            except AdapterRefused as error:
-                refused, extras = error.code, ()
-                self.adapter_loaded(request.lora_request)
+            refused, extras = self.extras.named(request)
             if refused:
                 self.counts[f"requests_refused.{refused}"] += 1
+                if request.lora_request is not None:
+                    self.adapter_loaded(request.lora_request)
             tracked = self._requests[request.request_id] = Tracked(
                 request, refused, extras,
                 boundaries={self._last_boundary(request.num_tokens - 1)},
@@ -352,17 +350,11 @@ class SchedulerSide:
             self.hints.begin(request)
         return tracked
 
-    def first_extras_of(self, request: EngineRequest) -> tuple[tuple[ExtraTag, bytes], ...]:
-        """Return the extras of a request's first block. Raises AdapterRefused."""
-        lora = request.lora_request
-        value = None if lora is None else self._adapters.value_of(lora)
-        found = request_extras(lora=value, salt=request.cache_salt, generation=self._generation)
-        return tuple(found.get(0, ()))
-
-    def adapter_loaded(self, lora: Any) -> None:
-        """Store nothing more of requests whose adapter this one has replaced."""
-        if self._adapters.is_replaced(lora):
-            for tracked in users_of(lora, self._requests.values()):
+    def adapter_loaded(self, lora: Any, *, failed: bool = False) -> None:
+        """Store nothing more of requests whose adapter this one may have replaced."""
+        if self.extras.adapters.is_replaced(lora, failed=failed):
+            is_meant = partial(self.extras.adapters.may_share, other=lora)
+            for tracked in users_of(self._requests.values(), is_meant):
                 self._refuse(tracked, "lora_changed")
 
     def _refuse(self, tracked: Tracked, reason: str) -> None:
@@ -386,8 +378,7 @@ class SchedulerSide:
         if cleared is None:
             cleared = not any(one.holds_blocks for one in self._requests.values())
         self._stale = not cleared
-        self._generation = generation
-        self._adapters.forget()
+        self.extras.begin(generation)
         live = [(name, one) for name, one in self._requests.items() if not one.finished]
         for name, tracked in live:
             if tracked.lease is None and not tracked.request.num_computed_tokens:

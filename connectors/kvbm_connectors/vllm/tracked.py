@@ -59,7 +59,7 @@ class Tracked:
     request: EngineRequest
     refused: str
     first_extras: tuple[tuple[ExtraTag, bytes], ...] = ()
-    """Extras of the first block: salt, LoRA and generation (`SchedulerSide.first_extras_of`)."""
+    """Extras of the first block: salt, LoRA and generation (`request_extras.py`)."""
     names: dict[int, list[SequenceHash]] = field(default_factory=dict)
     """KV group → the names of its first full blocks, as far as they were asked for."""
     between: tuple[int, int, tuple[SequenceHash, ...]] = (0, 0, ())
@@ -270,11 +270,11 @@ class Tracked:
         return taken
 
 
-def users_of(lora: Any, requests: Iterable[Tracked]) -> Iterator[Tracked]:
-    """Yield the requests that have not finished, and whose adapter has this one's number."""
+def users_of(requests: Iterable[Tracked], is_meant: Callable[[Any], bool]) -> Iterator[Tracked]:
+    """Yield the requests that run, are not refused yet, and whose adapter is meant."""
     for one in requests:
         adapter = one.request.lora_request
-        if adapter is not None and adapter.lora_int_id == lora.lora_int_id and not one.finished:
+        if adapter is not None and not one.refused and not one.finished and is_meant(adapter):
             yield one
 
 

@@ -26,14 +26,14 @@ class Connector:
     """Ours: it hears of adapters."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.heard: list[tuple[str, bool]] = []
 
-    def adapter_loaded(self, lora: str) -> None:
-        self.heard.append(lora)
+    def adapter_loaded(self, lora: str, *, failed: bool) -> None:
+        self.heard.append((lora, failed))
 
 
 def test_our_connector_hears_of_each_load_once() -> None:
-    """Alone, or a child of `MultiConnector`. A load that fails replaces nothing."""
+    """Alone, or a child of `MultiConnector`. A load that fails may have replaced an adapter."""
 
     class Watched(Core):
         add_lora = Core.add_lora
@@ -44,10 +44,10 @@ def test_our_connector_hears_of_each_load_once() -> None:
     several = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
     for connector in (ours, several, SimpleNamespace(), None):
         assert Watched(connector).add_lora("poet")
-    assert ours.heard == ["poet", "poet"]
+    assert ours.heard == [("poet", False)] * 2
     with pytest.raises(OSError, match="broken"):
         Watched(ours).add_lora("broken")
-    assert ours.heard == ["poet", "poet"]
+    assert ours.heard[2:] == [("broken", True)]
 
 
 def test_a_core_without_the_method_stays_as_it_is() -> None:
