@@ -69,6 +69,7 @@ WAYS_OUT = {
                    '"lora_files": "final" of the connector',
     "lora_unreadable": "have its files where the engine's scheduler can read them",
     "lora_in_memory": "load it from files",
+    "lora_in_place": "load each version under a name and path of its own, without load_inplace",
     "lora_too_many": "reset the engine's caches",
 }  # fmt: skip
 """Reason → what an operator can do about it."""
@@ -148,6 +149,9 @@ class Adapters:
         if _tensors_of(lora) is not None:
             self._distrust(number, key)
             raise AdapterRefused("lora_in_memory", f"{key[0]} has no files")
+        if getattr(lora, "load_inplace", False):
+            self._distrust(number, key)
+            raise AdapterRefused("lora_in_place", f"vLLM reads {key[0]} again in each step")
         self._note(number, key)
         if key in self._mixed:
             raise AdapterRefused("lora_changed", f"a number of {key[0]} was another's")

@@ -38,6 +38,7 @@ class Lora:
     lora_int_id: int = 1
     lora_name: str = "poet"
     lora_tensors: Any = None
+    load_inplace: bool = False
 
 
 def make_adapter(directory: Path, content: bytes = b"1") -> str:

@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from kvbm_connectors.vllm.adapters import WAYS_OUT
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 from tests.connectors.vllm.requests import Output, Request
@@ -132,6 +133,29 @@ def test_an_adapter_that_was_in_memory_first_is_refused_from_files(tmp_path: Pat
     assert is_refused(side, half, Lora(path, 2))
 
 
+def test_a_request_whose_adapter_is_read_in_each_step_stores_nothing(tmp_path: Path) -> None:
+    """Goal: no block is stored by the name of files that vLLM read again in a later step.
+
+    1. A request with an adapter has begun. vLLM loads it again, unchanged: nothing is replaced.
+    2. A request of vLLM's server has `load_inplace`. It is refused, and its adapter with it.
+    3. After a reset the adapter has a name under another number, without `load_inplace`.
+    """
+    path = make_adapter(tmp_path / "a")
+    side, half = make_side()
+    running = begin(side, Lora(path))
+    in_place = Lora(path, load_inplace=True)
+    side.adapter_loaded(in_place)
+    assert not is_refused(side, half, Lora(path))
+    for _ in range(2):
+        assert is_refused(side, half, in_place)
+    assert side.counts["requests_refused.lora_in_place"] == 2
+    assert not side.finished(running, ([3, 4, 5],))
+    assert is_refused(side, half, Lora(path, 2))
+    side.reset(NEW)
+    assert not is_refused(side, half, Lora(path, 2))
+    assert is_refused(side, half, Lora(path))
+
+
 def test_a_request_without_names_still_brings_its_adapter(tmp_path: Path) -> None:
     """Goal: a number stands for the adapter that vLLM loaded first, whatever the request.
 
@@ -149,3 +173,9 @@ def test_a_request_without_names_still_brings_its_adapter(tmp_path: Path) -> Non
     side.matched(embeds, 0)
     assert not side.finished(running, ([3, 4, 5],))
     assert asked(side, half)
+
+
+def test_each_reason_is_in_the_document() -> None:
+    """Operators look a reason up that a counter names."""
+    document = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    assert not [code for code in WAYS_OUT if f"`{code}`" not in document]
