@@ -8,6 +8,7 @@ run: from then on the engine computes them with the new weights, under the old n
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,16 +17,20 @@ LOAD = "add_lora"
 WATCHED = "kvbm_watches"
 """Attribute of the method that stands for vLLM's own."""
 
+log = logging.getLogger(__name__)
+
 
 def watch_loads(core_class: Any = None) -> None:
     """Have vLLM's `EngineCore` tell our connectors of each adapter that it has loaded, or failed
     to: it may have taken the old one away by then."""
     if core_class is None:
-        from vllm.v1.engine.core import EngineCore
-
-        core_class = EngineCore
+        core_class = _core_class()
     load = getattr(core_class, LOAD, None)
-    if load is None or hasattr(load, WATCHED):
+    if load is None:
+        log.warning("vLLM's engine core has no %r: an adapter that is loaded in place is not seen "
+                    "before a request brings it; load each under a new name", LOAD)  # fmt: skip
+        return
+    if hasattr(load, WATCHED):
         return
 
     @functools.wraps(load)
@@ -37,15 +42,35 @@ def watch_loads(core_class: Any = None) -> None:
             return answer
         finally:
             for connector in _ours(getattr(core.scheduler, "connector", None)):
-                connector.adapter_loaded(lora_request, failed=failed)
+                _tell(connector, lora_request, failed=failed)
 
     setattr(loaded, WATCHED, True)
     setattr(core_class, LOAD, loaded)
 
 
+def _core_class() -> Any:
+    """Return vLLM's class, or None where this vLLM has it elsewhere."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return None
+    return EngineCore
+
+
+def _tell(connector: Any, lora_request: Any, *, failed: bool) -> None:
+    """Tell a connector of a load. vLLM has loaded the adapter: an error of ours is not vLLM's."""
+    try:
+        connector.adapter_loaded(lora_request, failed=failed)
+    except Exception:
+        log.exception("cannot follow the adapters that vLLM loads; "
+                      "requests with adapters are not cached from now on")  # fmt: skip
+        connector.adapters_lost()
+
+
 def _ours(connector: Any) -> Iterator[Any]:
     """Yield our connectors: an engine's only one, or children of vLLM's `MultiConnector`."""
-    for child in getattr(connector, "_connectors", ()):
+    children = getattr(connector, "_connectors", None)
+    for child in children if isinstance(children, (list, tuple)) else ():
         yield from _ours(child)
-    if hasattr(connector, "adapter_loaded"):
+    if hasattr(connector, "adapters_lost"):
         yield connector

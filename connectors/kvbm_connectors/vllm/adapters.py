@@ -71,6 +71,7 @@ WAYS_OUT = {
     "lora_in_memory": "load it from files",
     "lora_in_place": "load each version under a name and path of its own, without load_inplace",
     "lora_too_many": "reset the engine's caches",
+    "lora_unknown": "restart the engine, and report the error that its log has",
 }  # fmt: skip
 """Reason → what an operator can do about it."""
 
@@ -114,6 +115,8 @@ class Adapters:
         `since_ns` is when the engine began, on the wall clock: files changed later are refused,
         unless files are `final`.
         """
+        self.lost = False
+        """True: it is not known any more what vLLM has loaded, and all are refused."""
         self._said = said
         self._final = final
         self._warned: set[tuple[str, str]] = set()
@@ -146,6 +149,8 @@ class Adapters:
         """Note the adapter of a request. Raises AdapterRefused where vLLM may compute it with
         other weights than those of its files."""
         number, key = int(lora.lora_int_id), _key_of(lora)
+        if self.lost:
+            raise AdapterRefused("lora_unknown", "a load of an adapter could not be followed")
         if _tensors_of(lora) is not None:
             self._distrust(number, key)
             raise AdapterRefused("lora_in_memory", f"{key[0]} has no files")

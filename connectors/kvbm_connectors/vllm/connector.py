@@ -146,6 +146,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
         )
         self.adapter_loaded = self._scheduler.adapter_loaded  # Called by adapter_loads.py.
+        self.adapters_lost = self._scheduler.adapters_lost
         self._scheduler_half.start()
         self._barrier = watch_ranks(half, self._scheduler.counts, self._world_size, settings)
         log.info("%s, namespace %s", self._life.engine, self._namespace)

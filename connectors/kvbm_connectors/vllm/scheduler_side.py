@@ -357,6 +357,13 @@ class SchedulerSide:
             for tracked in users_of(self._requests.values(), is_meant):
                 self._refuse(tracked, "lora_changed")
 
+    def adapters_lost(self) -> None:
+        """Store nothing of requests with adapters any more: what vLLM has loaded is not known."""
+        self.extras.adapters.lost = True
+        for tracked in users_of(self._requests.values(), lambda lora: True):
+            tracked.refused = "lora_unknown"  # What it holds is released at its end.
+            self.counts["requests_refused.lora_unknown"] += 1
+
     def _refuse(self, tracked: Tracked, reason: str) -> None:
         """Store nothing of a request any more, and load nothing for it."""
         self._offers.release_unoffered(tracked)

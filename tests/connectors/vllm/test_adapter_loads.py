@@ -3,6 +3,7 @@ the real one."""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +24,19 @@ class Core:
 
 
 class Connector:
-    """Ours: it hears of adapters."""
+    """Ours: it hears of adapters, and does not understand `odd` ones."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, bool]] = []
+        self.is_lost = False
 
     def adapter_loaded(self, lora: str, *, failed: bool) -> None:
+        if lora == "odd":
+            raise TypeError(lora)
         self.heard.append((lora, failed))
+
+    def adapters_lost(self) -> None:
+        self.is_lost = True
 
 
 def test_our_connector_hears_of_each_load_once() -> None:
@@ -50,6 +57,30 @@ def test_our_connector_hears_of_each_load_once() -> None:
     assert ours.heard[2:] == [("broken", True)]
 
 
-def test_a_core_without_the_method_stays_as_it_is() -> None:
-    watch_loads(SimpleNamespace)
-    assert not hasattr(SimpleNamespace, "add_lora")
+def test_a_load_does_not_fail_because_of_a_connector() -> None:
+    """Foreign connectors have what they like under our names, and ours may have an error."""
+
+    class Watched(Core):
+        add_lora = Core.add_lora
+
+    watch_loads(Watched)
+    ours = Connector()
+    for children in (None, 1, "ab", ()):
+        assert Watched(SimpleNamespace(_connectors=children)).add_lora("poet")
+    assert not ours.is_lost
+    assert Watched(ours).add_lora("odd")
+    assert ours.is_lost
+
+
+@pytest.mark.parametrize("missing", ["method", "module"])
+def test_a_core_that_is_elsewhere_is_not_watched(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine starts, and its log names what is not seen."""
+    if missing == "method":
+        watch_loads(SimpleNamespace)
+        assert not hasattr(SimpleNamespace, "add_lora")
+    else:
+        monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", None)
+        watch_loads()
+    assert "no 'add_lora'" in caplog.text

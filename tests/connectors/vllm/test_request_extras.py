@@ -175,6 +175,20 @@ def test_a_request_without_names_still_brings_its_adapter(tmp_path: Path) -> Non
     assert asked(side, half)
 
 
+def test_adapters_are_refused_when_their_loads_cannot_be_followed(tmp_path: Path) -> None:
+    """Requests with adapters store nothing more, those without do."""
+    path = make_adapter(tmp_path / "a")
+    side, half = make_side()
+    running = begin(side, Lora(path))
+    side.adapters_lost()
+    assert side.counts["requests_refused.lora_unknown"] == 1
+    assert not side.finished(running, ([3, 4, 5],))
+    side.reset(NEW)
+    assert is_refused(side, half, Lora(path, 2))
+    assert side.counts["requests_refused.lora_unknown"] == 2
+    assert asked(side, half)
+
+
 def test_each_reason_is_in_the_document() -> None:
     """Operators look a reason up that a counter names."""
     document = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
