@@ -5,8 +5,8 @@ their times with every further request. vLLM loads files on request, keeps them 
 is room, and names its own device blocks by the adapter's name and path. So once the files of an
 adapter have changed, or its number stands for another one, it is not known what the engine
 computes with, nor what its device cache still holds: requests that use it pass through. So do
-those of both adapters, until the caches are reset, and of the number ever after: vLLM may have
-computed either with the other's weights.
+those of both adapters, until the caches are reset, and of the number as long as it is remembered:
+vLLM may have computed either with the other's weights.
 
 vLLM may have loaded an adapter long before its first request, and keeps it over a reset. So files
 that were changed after the engine began say nothing of what it computes with: such an adapter
