@@ -132,6 +132,8 @@ class Adapters:
         self._mixed: set[tuple[str, str]] = set()
         """Adapters with such a number: the device's cache may have blocks of one under the name of
         another, until a reset."""
+        self._has_more = False
+        """True: adapters were added to these, and `is_replaced` has not told of them."""
         self._told: dict[int, tuple[str, str]] = {}
         """Number → the adapter that the consolidator knows by it. An adapter has NUMBERS_IN_USE
         numbers at most."""
@@ -164,8 +166,8 @@ class Adapters:
             raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters had numbers of others")
 
     def is_replaced(self, lora: Any, *, failed: bool = False) -> bool:
-        """Return whether requests may be computed with other weights than they were named by,
-        since vLLM has loaded an adapter: those that `may_share` it.
+        """Return whether further requests may be computed with other weights than they were named
+        by, since vLLM has loaded an adapter: those that `may_share` it.
 
         A load that has `failed` may have put some weights in the place of a number's others.
         """
@@ -179,15 +181,20 @@ class Adapters:
             return False
         if failed or in_memory:
             self._distrust(number, key)
-            return True
-        if self._loaded.get(number) == key:
-            return False
+        elif self._loaded.get(number) != key:
+            self._look_at(number, key)
+        has_more, self._has_more = self._has_more, False
+        return has_more
+
+    def _look_at(self, number: int, key: tuple[str, str]) -> None:
+        """Refuse an adapter whose number was another's, or whose files have changed."""
         try:
             self._note(number, key)
         except AdapterRefused:
-            return True
+            return
         known = self._known.get(key)
-        return known is not None and not is_unchanged(known.files)
+        if known is not None and not is_unchanged(known.files):
+            self._mix({key})
 
     def may_share(self, lora: Any, other: Any) -> bool:
         """Return whether blocks of an adapter may be computed with the weights of one that was
@@ -236,10 +243,15 @@ class Adapters:
         """Refuse a number from now on, and until a reset the adapters that it stood for."""
         known = self._remember(number, key)
         self._numbers[number] = REPLACED
-        if len(self._mixed) < ADAPTERS_MAX:
-            self._mixed |= {known, key}
+        self._mix({known, key} - {REPLACED})
         if self._told.pop(number, None):
             self._said(self._all())
+
+    def _mix(self, keys: set[tuple[str, str]]) -> None:
+        """Refuse adapters until a reset."""
+        self._has_more |= not keys <= self._mixed
+        if len(self._mixed) < ADAPTERS_MAX:
+            self._mixed |= keys
 
     def _tell(self, number: int, key: tuple[str, str], *, again: bool) -> None:
         """Tell the consolidator of a number, in the place of the oldest where there are many.

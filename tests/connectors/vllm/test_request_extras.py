@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from kvbm_connectors.vllm.adapters import WAYS_OUT
+from kvbm_connectors.vllm.adapters import WAYS_OUT, Adapters
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 from tests.connectors.vllm.requests import Output, Request
@@ -173,6 +173,26 @@ def test_a_request_without_names_still_brings_its_adapter(tmp_path: Path) -> Non
     side.matched(embeds, 0)
     assert not side.finished(running, ([3, 4, 5],))
     assert asked(side, half)
+
+
+def test_requests_are_looked_through_once_for_a_replaced_adapter(tmp_path: Path) -> None:
+    """Goal: a request with an adapter that is refused already costs no look at all others.
+
+    After a reset its adapter has a name again, so that there are others to refuse.
+    """
+    one, two = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"2")
+    adapters = Adapters()
+    adapters.value_of(Lora(one))
+    adapters.value_of(Lora(two, 2))
+    (tmp_path / "b" / "adapter_model.safetensors").write_bytes(b"3")
+    for _ in range(2):
+        for lora in (Lora(one, lora_tensors={"x": 1}), Lora(two, 2)):
+            assert adapters.is_replaced(lora)
+            assert not adapters.is_replaced(lora)
+        adapters.forget()
+        adapters.value_of(Lora(one, 3))
+        adapters.value_of(Lora(two, 2))
+        (tmp_path / "b" / "adapter_model.safetensors").write_bytes(b"4")
 
 
 def test_adapters_are_refused_when_their_loads_cannot_be_followed(tmp_path: Path) -> None:
