@@ -133,7 +133,7 @@ class Adapters:
         """Adapters with such a number: the device's cache may have blocks of one under the name of
         another, until a reset."""
         self._has_more = False
-        """True: adapters were added to these, and `is_replaced` has not told of them."""
+        """True: adapters were added to these, and `note_load` has not told of them."""
         self._told: dict[int, tuple[str, str]] = {}
         """Number → the adapter that the consolidator knows by it. An adapter has NUMBERS_IN_USE
         numbers at most."""
@@ -165,9 +165,9 @@ class Adapters:
         if len(self._mixed) >= ADAPTERS_MAX:
             raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters had numbers of others")
 
-    def is_replaced(self, lora: Any, *, failed: bool = False) -> bool:
-        """Return whether further requests may be computed with other weights than they were named
-        by, since vLLM has loaded an adapter: those that `may_share` it.
+    def note_load(self, lora: Any, *, failed: bool = False) -> bool:
+        """Note that vLLM has loaded an adapter; return whether more requests may be computed with
+        other weights than they were named by: those that `may_share` it.
 
         A load that has `failed` may have put some weights in the place of a number's others.
         """

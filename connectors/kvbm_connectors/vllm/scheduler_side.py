@@ -352,7 +352,7 @@ class SchedulerSide:
 
     def adapter_loaded(self, lora: Any, *, failed: bool = False) -> None:
         """Store nothing more of requests whose adapter this one may have replaced."""
-        if self.extras.adapters.is_replaced(lora, failed=failed):
+        if self.extras.adapters.note_load(lora, failed=failed):
             is_meant = partial(self.extras.adapters.may_share, other=lora)
             for tracked in users_of(self._requests.values(), is_meant):
                 self._refuse(tracked, "lora_changed")

@@ -227,7 +227,7 @@ def test_too_many_replaced_adapters_make_all_pass_through(
     monkeypatch.setattr("kvbm_connectors.vllm.adapters.ADAPTERS_MAX", 4)
     lora, adapters = Lora(make_adapter(tmp_path / "a"), 1, "painter"), Adapters()
     for version in range(5):
-        assert adapters.is_replaced(Lora(f"/{version}", 2)) == bool(version)
+        assert adapters.note_load(Lora(f"/{version}", 2)) == bool(version)
     with pytest.raises(AdapterRefused) as refused:
         adapters.value_of(lora)
     assert refused.value.code == "lora_too_many"

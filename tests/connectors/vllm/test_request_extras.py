@@ -187,8 +187,8 @@ def test_requests_are_looked_through_once_for_a_replaced_adapter(tmp_path: Path)
     (tmp_path / "b" / "adapter_model.safetensors").write_bytes(b"3")
     for _ in range(2):
         for lora in (Lora(one, lora_tensors={"x": 1}), Lora(two, 2)):
-            assert adapters.is_replaced(lora)
-            assert not adapters.is_replaced(lora)
+            assert adapters.note_load(lora)
+            assert not adapters.note_load(lora)
         adapters.forget()
         adapters.value_of(Lora(one, 3))
         adapters.value_of(Lora(two, 2))
