@@ -34,14 +34,14 @@ def watch_loads(core_class: Any = None) -> None:
         return
 
     @functools.wraps(load)
-    def loaded(core: Any, lora_request: Any) -> Any:
+    def loaded(engine: Any, lora_request: Any) -> Any:
         failed = True
         try:
-            answer = load(core, lora_request)
+            answer = load(engine, lora_request)
             failed = False
             return answer
         finally:
-            for connector in _ours(getattr(core.scheduler, "connector", None)):
+            for connector in _ours(getattr(engine.scheduler, "connector", None)):
                 _tell(connector, lora_request, failed=failed)
 
     setattr(loaded, WATCHED, True)
