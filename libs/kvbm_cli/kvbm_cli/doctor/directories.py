@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -156,7 +157,7 @@ def _allocates(fd: int) -> bool:
 
 
 def _direct_works(path: Path) -> bool:
-    name = path / f"kvbm-doctor-{os.getpid()}"
+    name = path / f"kvbm-doctor-{secrets.token_hex(8)}"  # Two settings may name one directory.
     try:
         fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT, 0o600)
     except OSError:
