@@ -24,15 +24,11 @@ class CommittedPages:
 
     def which(
         self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int
-    ) -> list[bool]:
-        """Return for each page whether it is listed; False for all where the host tier of `epoch`
-        lists nothing."""
+    ) -> list[bool] | None:
+        """Return for each page whether it is listed; None where the host tier of `epoch` has no
+        list."""
         table = self._present(welcome, epoch)
-        return [table is not None and table.has_all([name]) for name in names]
-
-    def is_there(self, welcome: Welcome | None, *, epoch: int) -> bool:
-        """Return whether the host tier of `epoch` has a table."""
-        return self._present(welcome, epoch) is not None
+        return None if table is None else [table.has_all([name]) for name in names]
 
     def covers(self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int) -> bool:
         """Return whether all of these pages are listed."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.client.worker import WorkerHalf
-from kvbm_connectors.core.messages import OfferEnded, OfferRun
+from kvbm_connectors.core.messages import OFFER_BLOCKS_MAX, OfferEnded, OfferRun
 
 POLL_S = 0.1
 """The longest sleep of a thread before it looks at the time again, in seconds."""
@@ -74,3 +74,12 @@ class PageOffers:
                 # SGLang has its pages back now: a pull that has not ended is not confirmed.
                 self._scheduler.revoke(offer)
                 del self._ended[offer]
+
+
+def parts_of(run: OfferRun, places: Sequence[int]) -> list[OfferRun]:
+    """Return pages of a run as runs of one page, as many as an offer has at most."""
+    parents = (run.parent, *run.hashes)
+    return [
+        OfferRun(parents[place], (run.hashes[place],), (run.blocks[place],))
+        for place in places[:OFFER_BLOCKS_MAX]
+    ]

@@ -26,11 +26,11 @@ from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.client.worker import WorkerHalf
-from kvbm_connectors.core.messages import OFFER_BLOCKS_MAX, Hit, LoadResult, OfferRun, offers_of
+from kvbm_connectors.core.messages import Hit, LoadResult, OfferRun, offers_of
 from kvbm_connectors.sglang.committed_pages import CommittedPages
 from kvbm_connectors.sglang.hits import trailing_lengths
 from kvbm_connectors.sglang.options import Options
-from kvbm_connectors.sglang.page_offers import POLL_S, PageOffers
+from kvbm_connectors.sglang.page_offers import POLL_S, PageOffers, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,7 @@ class Store:
         options: Options,
         stream: Attach,
     ) -> None:
-        """Lend the memory of the regions. Raises KvbmError or TimeoutError when it cannot be
-        lent."""
+        """Lend the memory of the regions. Raises KvbmError or TimeoutError if that fails."""
         self.namespace = namespace
         self.block_bytes = sum(region.piece_bytes for region in regions)
         self.counts: Counter[str] = Counter()
@@ -114,8 +113,7 @@ class Store:
         with self._changed:
             self._closed = True
             self._offers.close()
-            for held in list(self._held):
-                self._give_back(self._held.pop(held))
+            self._give_all_back()
             self._changed.notify_all()
         self._scheduler.close()
         self._worker.close()
@@ -199,7 +197,7 @@ class Store:
         assert window > 0, f"a window of {window} pages"
         if not names:
             return []
-        found = self._listed(names)
+        found = self._listed(names) or [False] * len(names)
         self.counts["known_pages"] += sum(found)
         began_s = time.monotonic()
         for end in range(len(names), 0, -PRESENT_MAX):
@@ -216,7 +214,7 @@ class Store:
             self._miss(names[-1])
         return found
 
-    def _listed(self, names: Sequence[SequenceHash]) -> list[bool]:
+    def _listed(self, names: Sequence[SequenceHash]) -> list[bool] | None:
         with self._changed:
             epoch = 0 if self._closed else self._scheduler.epoch
             return self._committed.which(names, self._scheduler.welcome, epoch=epoch)
@@ -361,33 +359,35 @@ class Store:
             if (count := self._offers.pull([part])) is None:
                 return False
             pulled += count
-        if pulled < len(run.hashes) and (missing := self._missing(run.hashes)) is not None:
-            return self._is_settled(run, missing, give_up_s)
-        return self._is_committed(run.hashes[-1])
+        no_list = self._listed(run.hashes) is None
+        committed = (no_list or pulled > 0) and self._is_committed(run.hashes[-1])  # Now listed.
+        is_known = no_list or pulled == len(run.hashes)
+        return committed if is_known else self._is_settled(run, give_up_s)
 
-    def _is_settled(self, run: OfferRun, missing: Sequence[int] | None, give_up_s: float) -> bool:
+    def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:
         """Wait for pages that another engine was storing: they are there, or are offered again."""
-        parents = (run.parent, *run.hashes)
-        pauses_s = itertools.chain((0.005, 0.01, 0.02, 0.05), itertools.repeat(POLL_S))
-        while missing:
-            with self._changed:
-                self._wait(lambda: False, next(pauses_s))
-            if self._closed or time.monotonic() > give_up_s:
+        pause_s = 0.0
+        while missing := self._missing(run.hashes, give_up_s, asks=pause_s >= POLL_S):
+            again = self._offers.pull(parts_of(run, missing), give_up_s) if pause_s else 0
+            if again is None or self._closed or time.monotonic() > give_up_s:
                 return False
-            again = [OfferRun(parents[i], (run.hashes[i],), (run.blocks[i],)) for i in missing]
-            pulled = self._offers.pull(again[:OFFER_BLOCKS_MAX], give_up_s)
-            if pulled is None or pulled == len(missing):  # They are ours now.
-                return pulled is not None and self._is_committed(run.hashes[missing[-1]])
-            missing = self._missing(run.hashes)
-        return missing is not None
+            if again:
+                self._is_committed(run.hashes[missing[-1]])
+            with self._changed:
+                self._wait(lambda: False, pause_s)
+            pause_s = min(max(2 * pause_s, 0.005), 8 * POLL_S)
+        return True
 
-    def _missing(self, names: Sequence[SequenceHash]) -> list[int] | None:
-        """Return the places of the pages that the host tier does not list; None: it lists none."""
-        with self._changed:
-            epoch = 0 if self._closed else self._scheduler.epoch
-            if not self._committed.is_there(self._scheduler.welcome, epoch=epoch):
-                return None
-        return [place for place, here in enumerate(self._listed(names)) if not here]
+    def _missing(self, names: Sequence[SequenceHash], give_up_s: float, *, asks: bool) -> list[int]:
+        """Return the places of the pages that the host tier does not list. Where it `asks`, the
+        host tier is asked about each of them: its list may have been full."""
+        found = self._listed(names) or [False] * len(names)
+        missing = [place for place, here in enumerate(found) if not here]
+        for start in range(0, len(missing) if asks else 0, PRESENT_MAX):
+            left_ms = min(int(1000 * (give_up_s - time.monotonic())), self._onboard_deadline_ms)
+            if left_ms > 0:
+                self._ask_each(names, missing[start : start + PRESENT_MAX], found, left_ms)
+        return [place for place in missing if not found[place]]
 
     def _is_committed(self, name: SequenceHash) -> bool:
         """Return whether a page is committed. Our confirmation went ahead on the same socket, so

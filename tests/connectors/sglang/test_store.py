@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from kvbm_connectors.core.messages import OfferRun
 from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang import store as store_module
+from kvbm_connectors.sglang.committed_pages import CommittedPages
 from kvbm_connectors.sglang.pages import names_of
 
 from tests.connectors.sglang.conftest import Attach
@@ -113,6 +115,32 @@ def test_pages_that_are_there_are_written_again_without_a_question(attach: Attac
     before = storage.all_counts()["kv.lookups"]
     assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
     assert storage.all_counts()["kv.lookups"] == before
+
+
+def test_a_page_that_the_list_lacks_is_written_again(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of the host tier's list may have been full: then the host tier is asked."""
+    pool = Pool()
+    storage, keys = attach(pool), keys_of("unlisted", COUNT)
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    listed = CommittedPages.which
+
+    def lacks_one(*given: Any, **named: Any) -> list[bool] | None:
+        found = listed(*given, **named)
+        return None if found is None else [False, *found[1:]]
+
+    monkeypatch.setattr(CommittedPages, "which", lacks_one)
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    assert storage.all_counts().get("paused_writes", 0) == 0
+
+
+def test_pages_of_a_write_that_is_partly_there_are_offered_once(attach: Attach) -> None:
+    pool = Pool(pages=2 * COUNT)
+    storage, keys = attach(pool), keys_of("partly", 2 * COUNT)
+    assert all(storage.set(keys[:COUNT], pool.indices(range(COUNT)), None))
+    assert all(storage.set(keys, pool.indices(range(2 * COUNT)), None))
+    assert storage.all_counts()["kv.offered_blocks"] == 3 * COUNT
 
 
 def test_pages_that_another_engine_gives_up_are_stored(
