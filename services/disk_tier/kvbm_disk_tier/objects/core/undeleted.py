@@ -44,6 +44,8 @@ class Undeleted:
         """Names that were refused while others were deleted, the newest last."""
         self._listed: set[str] = set()
         """Names in `_left` that the listing under way finds, if they are still there."""
+        self._dropped, self._dropped_before = 0, 0
+        """Names that there was no room for, since the listing under way began, and before it."""
         self.refusal = ""
         """The reason why the store deletes nothing; empty: it does, or was not asked."""
 
@@ -53,10 +55,9 @@ class Undeleted:
     @property
     def waiting(self) -> str:
         """Return what is left, for an operator; empty: nothing is."""
-        if not self._left:
-            return ""
-        why = next(reversed(self._left.values()))
-        return f"objects wait to be deleted: {len(self._left)} ({why})"
+        count = len(self._left) + self._dropped + self._dropped_before
+        why = next(reversed(self._left.values()), "there are too many")
+        return f"objects wait to be deleted: {count} ({why})" if count else ""
 
     def answered(self, batch: Sequence[str], left: Mapping[str, str], where: str) -> Answer:
         """Take the store's answer to a batch: the names that are left, and why.
@@ -111,6 +112,10 @@ class Undeleted:
         if refused:
             self.refusal = why
 
+    def dropped(self, count: int) -> None:
+        """Note that so many names wait for a listing to find them: the queue was full."""
+        self._dropped += count
+
     def _note(self, name: str, why: str) -> None:
         self._left.pop(name, None)
         self._left[name] = why  # The newest is last: an operator reads its reason.
@@ -130,6 +135,7 @@ class Undeleted:
         for name in self._listed:
             self._left.pop(name, None)
         self._listed = {name for name in self._left if not waits(name)}
+        self._dropped, self._dropped_before = 0, self._dropped
         if len(self._listed) == len(self._left):
             self._fresh.clear()
             self.refusal = ""

@@ -73,9 +73,12 @@ class Deletes:
             self._queue[name] = self.lately[name] = None
             if len(self.lately) > LATELY_MAX:
                 self.lately.popitem(last=False)
-            if len(self._queue) > QUEUE_MAX:
+        if (surplus := len(self._queue) - QUEUE_MAX) > 0:
+            for _ in range(surplus):
                 self._queue.popitem(last=False)
-                self._counted("dropped", 1)
+            self._counted("dropped", surplus)
+            self._undeleted.dropped(surplus)
+            self._tell_changes()
         if self._queue:
             self._wake.set()
 
@@ -109,6 +112,8 @@ class Deletes:
         `tell` hears when the store begins or ends to refuse, and what it has not deleted.
         """
         self._tell = tell
+        if self._said != DeletesRefused(""):
+            tell(self._said)  # What was added before has no room already.
         pauses = backoff()
         while True:
             await self._wake.wait()

@@ -75,6 +75,19 @@ def test_an_object_that_is_tried_again_counts_however_many_listings_begin() -> N
     assert undeleted.waiting == ""
 
 
+def test_objects_that_the_queue_has_no_room_for_wait_until_a_listing_has_passed() -> None:
+    """A reset would be done, and the next listing would bring its blocks back."""
+    undeleted = Undeleted(PASSING)
+    undeleted.dropped(3)
+    undeleted.begin_listing(lambda name: False)
+    undeleted.dropped(1)
+    assert undeleted.waiting == "objects wait to be deleted: 4 (there are too many)"
+    undeleted.begin_listing(lambda name: False)
+    assert undeleted.waiting == "objects wait to be deleted: 1 (there are too many)"
+    undeleted.begin_listing(lambda name: False)
+    assert undeleted.waiting == ""
+
+
 @pytest.mark.parametrize("names", [[""], ["", "other"], ["other/1", "other/2", "other/3"]])
 def test_an_answer_that_names_other_objects_deletes_none(names: list[str]) -> None:
     """An error without a key may be that of any object."""

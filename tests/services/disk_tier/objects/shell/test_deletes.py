@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -206,6 +207,20 @@ async def test_deletes_that_fail_for_now_are_told_as_waiting(
         await wait_until(lambda: len(told) > 1)
     assert waiting.waiting.startswith("objects wait to be deleted: 2 (")
     assert told[1:] == [DeletesRefused("")]
+
+
+async def test_deletes_without_room_are_told_as_waiting(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm_disk_tier.objects.shell.deletes.QUEUE_MAX", 2)
+    counts: Counter[str] = Counter()
+    deletes = Deletes(store, lambda outcome, count: counts.update({outcome: count}))
+    async with running(deletes) as told:
+        deletes.add(["kv/a", "kv/b", "kv/c"])
+        await wait_until(lambda: counts["deleted"] == 2)
+    assert (counts["dropped"], [one.waiting for one in told]) == (
+        1, ["objects wait to be deleted: 1 (there are too many)"],
+    )  # fmt: skip
 
 
 async def test_a_refusal_does_not_end_because_one_block_is_written_again(store: Store) -> None:
