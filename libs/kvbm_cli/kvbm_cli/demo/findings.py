@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from kvbm_common.wire.verbs import StatsReply
 
 UNDER_WAY = ("offers", "lookups_waiting", "writes", "reads")
+RESTS_MIN = 3
+"""Some work is in none of these figures: one look may find it, several hardly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +47,19 @@ class Leftovers:
 
     leases: int
     staged: int
-    at_rest: bool
-    """False: staged slots may be those of work that is under way."""
+    rests: int
+    """Looks at the tier when it had no work under way: else staged slots may be those of work."""
 
     def __bool__(self) -> bool:
         return bool(self.leases or self.staged)
 
     def narrowed(self, before: Leftovers) -> Leftovers:
-        """Return the least of both looks."""
-        return Leftovers(
-            leases=min(self.leases, before.leases),
-            staged=min(self.staged, before.staged),
-            at_rest=self.at_rest or before.at_rest,
-        )
+        """Return the least of both looks; of staged slots, of those that were at rest."""
+        if bool(self.rests) == bool(before.rests):
+            staged = min(self.staged, before.staged)
+        else:
+            staged = (self if self.rests else before).staged
+        return Leftovers(min(self.leases, before.leases), staged, self.rests + before.rests)
 
 
 def leftovers_of(stats: StatsReply, engines: Collection[str] | None) -> Leftovers:
@@ -66,10 +68,9 @@ def leftovers_of(stats: StatsReply, engines: Collection[str] | None) -> Leftover
     A tier below the host tiers has leases for operators' pins alone, which no run leaves.
     """
     staged = stats.slots.get("staged", 0)
-    at_rest = not is_under_way(stats)
     if engines is None:
-        return Leftovers(leases_but_pins(stats), staged, at_rest=True)
-    return Leftovers(_leases_of(stats, engines), staged, at_rest)
+        return Leftovers(leases_but_pins(stats), staged, rests=1)
+    return Leftovers(_leases_of(stats, engines), staged, rests=int(not is_under_way(stats)))
 
 
 def _leases_of(stats: StatsReply, engines: Collection[str]) -> int:
@@ -129,8 +130,9 @@ class Findings:
 
     @property
     def staged_left(self) -> int:
-        """The staged slots that count: not those of a tier that was never seen at rest."""
-        return sum(one.staged for one in self.leftovers.values() if one.at_rest)
+        """The staged slots that count: beside others, of a tier that was seen at rest often."""
+        least = RESTS_MIN if self.lasting else 1
+        return sum(one.staged for one in self.leftovers.values() if one.rests >= least)
 
     def texts(self) -> list[str]:
         """Return a sentence for each source whose views differ."""

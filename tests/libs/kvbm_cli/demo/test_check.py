@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from kvbm_cli.demo import check
 from kvbm_cli.demo.check import StackView, Verdict, check_stack
+from kvbm_cli.demo.findings import RESTS_MIN, Findings, Leftovers
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import NoResponder
 from kvbm_common.identity import SequenceHash
@@ -123,6 +124,7 @@ class Engine:
 @pytest.fixture
 def view(monkeypatch: pytest.MonkeyPatch) -> View:
     """A view, and little patience."""
+    monkeypatch.setattr(check, "POLL_S", 0.01)
     monkeypatch.setattr(check, "wait_until", partial(check.wait_until, deadline_s=0.1))
     return View()
 
@@ -311,6 +313,17 @@ async def test_a_slot_that_stays_staged_while_a_tier_is_at_rest_is_found(shared:
     shared.staged, shared.figures = {"host-tier": 1}, {}
     shared.looks = ({"host-tier": look % 2} for look in itertools.count())
     assert (await verdict_of(shared)).staged_left == 1
+
+
+def test_one_look_at_rest_proves_nothing_of_slots_that_others_stage() -> None:
+    """Pulls from peers are in no figure of work: a look may see them, and no other work."""
+    findings = Findings(lasting=True)
+    for rests in (0, 1, 0, 0):
+        findings.take_leftovers({"host-tier-0": Leftovers(0, 4, rests)})
+    assert findings.staged_left == 0
+    for _ in range(RESTS_MIN):
+        findings.take_leftovers({"host-tier-0": Leftovers(0, 3, 1)})
+    assert findings.staged_left == 3
 
 
 @pytest.mark.parametrize("staged", [0, 1])
