@@ -243,15 +243,19 @@ class Adapters:
         """Refuse a number from now on, and until a reset the adapters that it stood for."""
         known = self._remember(number, key)
         self._numbers[number] = REPLACED
-        self._mix({known, key} - {REPLACED})
-        if self._told.pop(number, None):
-            self._said(self._all())
+        self._mix({known, key} - {REPLACED}, number)
 
-    def _mix(self, keys: set[tuple[str, str]]) -> None:
-        """Refuse adapters until a reset."""
+    def _mix(self, keys: set[tuple[str, str]], *numbers: int) -> None:
+        """Refuse adapters until a reset. The consolidator names no block by them any more, nor by
+        these numbers."""
         self._has_more |= not keys <= self._mixed
         if len(self._mixed) < ADAPTERS_MAX:
             self._mixed |= keys
+        untold = [one for one, told in self._told.items() if one in numbers or told in keys]
+        for one in untold:
+            del self._told[one]
+        if untold:
+            self._said(self._all())
 
     def _tell(self, number: int, key: tuple[str, str], *, again: bool) -> None:
         """Tell the consolidator of a number, in the place of the oldest where there are many.

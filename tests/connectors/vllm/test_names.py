@@ -271,6 +271,16 @@ def test_an_adapter_that_is_replaced_stores_nothing_more(
     assert side.finished(plain, ([3, 4, 5],))
 
 
+def test_events_have_no_name_for_an_adapter_whose_files_were_replaced(tmp_path: Path) -> None:
+    """Device blocks of running requests are of the new weights: no router hears of the old."""
+    said: list[list[Adapter]] = []
+    adapters, lora = Adapters(said.append), Lora(make_adapter(tmp_path / "a"))
+    adapters.value_of(lora)
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"2")
+    assert adapters.note_load(lora)
+    assert said[-1] == []
+
+
 def test_an_adapter_that_is_loaded_before_its_first_request_counts(tmp_path: Path) -> None:
     """Goal: a request that waited while its adapter was replaced stores nothing."""
     one, other = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"2")
