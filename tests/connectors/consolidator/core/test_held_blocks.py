@@ -132,16 +132,18 @@ def test_a_name_is_forgotten_as_fast_when_many_were() -> None:
 
 def test_a_clear_keeps_the_last_names_and_takes_less_than_the_stores() -> None:
     """Goal: an engine that resets its cache holds nobody up. It took twice as long as stores."""
-    count = 200_000
-    view = HeldBlocks(Hasher(Namespace(model="m", block_tokens=1)), retired_max=1_000)
-    names = view.hasher.chain(range(count))
-    numbers = tuple((number * 0x9E3779B97F4A7C15) % 2**64 for number in range(count))
-    began = time.process_time()
-    view.store(numbers, names, None)
-    stored = time.process_time()
-    view.clear()
-    cleared = time.process_time()
-    view.check()
-    assert [view.name_of(number) for number in numbers[-1_000:]] == names[-1_000:]
-    assert view.name_of(numbers[-1_001]) is None
-    assert cleared - stored < stored - began
+    count, took_s = 200_000, []
+    for _ in range(3):  # The collector, or another process, may come into one of them.
+        view = HeldBlocks(Hasher(Namespace(model="m", block_tokens=1)), retired_max=1_000)
+        names = view.hasher.chain(range(count))
+        numbers = tuple((number * 0x9E3779B97F4A7C15) % 2**64 for number in range(count))
+        began = time.process_time()
+        view.store(numbers, names, None)
+        stored = time.process_time()
+        view.clear()
+        took_s.append((stored - began, time.process_time() - stored))
+        view.check()
+        assert [view.name_of(number) for number in numbers[-1_000:]] == names[-1_000:]
+        assert view.name_of(numbers[-1_001]) is None
+    store_s, clear_s = map(min, zip(*took_s, strict=True))
+    assert clear_s < store_s
