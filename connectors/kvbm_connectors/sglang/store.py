@@ -359,10 +359,10 @@ class Store:
             if (count := self._offers.pull([part])) is None:
                 return False
             pulled += count
-        no_list = self._listed(run.hashes) is None
-        committed = (no_list or pulled > 0) and self._is_committed(run.hashes[-1])  # Now listed.
-        is_known = no_list or pulled == len(run.hashes)
-        return committed if is_known else self._is_settled(run, give_up_s)
+        has_list, is_ours = self._listed(run.hashes) is not None, pulled == len(run.hashes)
+        # What was pulled is committed, and listed, when this question is answered.
+        committed = (pulled > 0 or not has_list) and self._is_committed(run.hashes[-1])
+        return self._is_settled(run, give_up_s) if has_list and not is_ours else committed
 
     def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:
         """Wait for pages that another engine was storing: they are there, or are offered again."""

@@ -280,6 +280,16 @@ class Running:
         return self.process.returncode
 
 
+async def example_running(guarded: Settings, directory: Path) -> Running:
+    """Start the documented consumer, with the credential of one."""
+    example = directory / "example.py"
+    example.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0])
+    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
+    return await Running.start(
+        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
+    )
+
+
 @pytest.fixture
 async def source(bus: Bus) -> Source:
     """A tier that answers for snapshots."""
@@ -340,14 +350,9 @@ async def test_the_consumer_in_python(
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     take = code[code.index("async def snapshot_of") : code.index("async def main")]
     assert len(take.strip().splitlines()) < 40
-    example = tmp_path / "example.py"
-    example.write_text(code)
     source.store(1, 2)
     await publish(admin, *source.events, packed=packed)
-    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
-    running = await Running.start(
-        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
-    )
+    running = await example_running(guarded, tmp_path)
     await running.wait_line("{'gpu-a/host-tier-0': 2}")
     source.store(3)  # Lost.
     source.store(4)
@@ -383,15 +388,10 @@ async def test_the_consumer_asks_who_answers_for_each_source(
 ) -> None:
     """Of a second disk directory, of the object tier and of an engine: an event is lost."""
     source = await serving(Source(name), admin, kind, instance)
-    example = tmp_path / "example.py"
-    example.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0])
     source.store(1)
     source.store(2)
     await publish(admin, source.events[0], source.events[-1])
-    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
-    running = await Running.start(
-        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
-    )
+    running = await example_running(guarded, tmp_path)
     await running.wait_line(f"{{'gpu-a/{name}': 4}}")
     await running.end()
 
@@ -421,12 +421,7 @@ async def test_the_consumer_leaves_out_a_source_that_cannot_say_what_it_holds(
         await publish(admin, one.events[-1])
     source.store(1)
     await publish(admin, *source.events)
-    example = tmp_path / "example.py"
-    example.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0])
-    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
-    running = await Running.start(
-        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
-    )
+    running = await example_running(guarded, tmp_path)
     await running.wait_line("{'gpu-a/host-tier-0': 1}")
     silent.set()
     late.store(3)
@@ -450,12 +445,7 @@ async def test_the_consumer_hears_the_events_after_nats_has_lost_its_store(
     for _ in range(20):
         source.store(1)
     await publish(admin, *source.events)
-    example = tmp_path / "example.py"
-    example.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0])
-    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
-    running = await Running.start(
-        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
-    )
+    running = await example_running(guarded, tmp_path)
     await running.wait_line("{'gpu-a/disk-tier-0': 1, 'gpu-a/host-tier-0': 1}")
     guarded_server.kill()
     shutil.rmtree(guarded_server.directory / "jetstream")
