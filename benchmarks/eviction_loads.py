@@ -16,8 +16,8 @@ Load = list[Ids]
 class _Ids:
     """Ids that were not given before."""
 
-    def __init__(self, first: int = 0) -> None:
-        self._next = first
+    def __init__(self) -> None:
+        self._next = 0
 
     def take(self, count: int) -> Ids:
         self._next += count

@@ -146,9 +146,9 @@ def unreachable(names: set[SequenceHash], parent_of: dict[SequenceHash, Sequence
     return sum(not reached(name) for name in names)
 
 
-def overloaded(name: str, requests: int = REQUESTS, seed: int = SEED) -> Overload:
+def overloaded(name: str) -> Overload:
     """Return what there is after a load."""
-    load = requests_of(LOADS[name](requests, seed))
+    load = requests_of(LOADS[name](REQUESTS, SEED))
     overload = Overload(load.block_count)
     for chain in load.chains:
         overload.serve(chain)

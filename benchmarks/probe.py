@@ -32,7 +32,6 @@ class Probe:
         block_bytes: int,
         block_count: int,
         block_tokens: int = 16,
-        verify: bool = True,
         model: str = "probe",
         deadline_ms: int = DEADLINE_MS,
         tenant: str = "",
@@ -62,7 +61,7 @@ class Probe:
             namespace=self.namespace,
             regions=[region],
             host_tier_endpoint=settings.host_tier_endpoint,
-            verify_every=int(verify),
+            verify_every=1,
             on_news=self._news.set,
         )
         self.scheduler = SchedulerHalf(

@@ -80,9 +80,7 @@ class _Open:
 class BatchMerger:
     """Gathers changes in the order in which they happened."""
 
-    def __init__(self, blocks_max: int = EVENT_BLOCKS_MAX) -> None:
-        assert blocks_max > 0, blocks_max
-        self._blocks_max = blocks_max
+    def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
         self._drafts: list[Draft] = []
 
@@ -131,30 +129,31 @@ class BatchMerger:
 
     def _close(self, group: int) -> None:
         opened = self._open.pop(group)
-        for start in range(0, len(opened.removed), self._blocks_max):
-            gone = opened.removed[start : start + self._blocks_max]
+        for start in range(0, len(opened.removed), EVENT_BLOCKS_MAX):
+            gone = opened.removed[start : start + EVENT_BLOCKS_MAX]
             hashes = hashes_to_hex(gone)
             self._drafts.append(RemovedDraft(group, opened.namespace, hashes, gone))
-        for portion in _cut(opened.runs, self._blocks_max):
+        for portion in _cut(opened.runs):
+            assert portion, f"an event of group {group} stores no block"
             runs = [run_of(parent, run) for parent, run in portion]
             self._drafts.append(StoredDraft(group, opened.namespace, runs, portion, opened.held))
 
 
-def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[BlockRun]]:
-    """Yield the runs in portions of at most `blocks_max` blocks; a longer run is cut."""
-    assert blocks_max > 0, blocks_max
+def _cut(runs: list[BlockRun]) -> Iterator[list[BlockRun]]:
+    """Yield the runs in portions for one event each; a longer run is cut."""
     portion: list[BlockRun] = []
-    room = blocks_max
+    room = EVENT_BLOCKS_MAX
     for run_parent, hashes in runs:
         parent, start = run_parent, 0
         while start < len(hashes):
             part = hashes[start : start + room]
+            assert 0 < len(part) <= room, f"{len(part)} blocks, with room for {room}"
             portion.append((parent, part))
             start += len(part)
             room -= len(part)
             parent = part[-1]
             if room == 0:
                 yield portion
-                portion, room = [], blocks_max
+                portion, room = [], EVENT_BLOCKS_MAX
     if portion:
         yield portion

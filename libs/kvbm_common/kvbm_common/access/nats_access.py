@@ -76,7 +76,7 @@ class NatsAccess:
                 )
 
 
-def of_url(url: str, *, inbox: str = INBOX) -> NatsAccess:
+def of_url(url: str) -> NatsAccess:
     """Return the access that a URL gives, or several with commas between; raises ConfigError."""
     try:
         NATS_URL.parse(url)
@@ -88,7 +88,7 @@ def of_url(url: str, *, inbox: str = INBOX) -> NatsAccess:
         if named else None  # fmt: skip
     return NatsAccess(
         servers=tuple(f"{part.scheme}://{part.netloc.rpartition('@')[2]}" for part in parts),
-        inbox=inbox,
+        inbox=INBOX,
         in_url=found,
         wants_tls=any(part.scheme == "tls" for part in parts),
     )

@@ -24,15 +24,13 @@ def sums_at(
     return [pack_sums(sums[at : at + count]) for at in range(0, len(sums), count)]
 
 
-def sums_of(
-    blocks: Sequence[Block], starts: Sequence[int], *, copier: Copier = COPIER
-) -> tuple[bytes | None, ...]:
+def sums_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[bytes | None, ...]:
     """Return the packed checksums of the blocks at these addresses; None: other bytes lie there."""
     found: list[bytes | None] = []
     pairs = zip(blocks, starts, strict=True)
     for (size, _), alike in groupby(pairs, lambda pair: (pair[0].bytes, pair[0].code)):
         some, places = zip(*alike, strict=True)
-        sums = sums_at(places, size, some[0].grid, copier=copier)
+        sums = sums_at(places, size, some[0].grid)
         known = zip(some, sums, strict=True)
         found += [one if block.has_sums(one) else None for block, one in known]
     return tuple(found)

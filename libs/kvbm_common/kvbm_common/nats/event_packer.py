@@ -10,9 +10,7 @@ from kvbm_common.wire.packed_events import PACKED_BLOCKS_MAX, Packable, block_co
 class EventPacker:
     """Events that wait for their message, in order."""
 
-    def __init__(self, blocks_max: int = PACKED_BLOCKS_MAX) -> None:
-        assert blocks_max > 0, blocks_max
-        self._blocks_max = blocks_max
+    def __init__(self) -> None:
         self._events: dict[tuple[str, str], list[Packable]] = {}
         """The waiting events by host and source: order matters within a source only."""
         self.event_count = 0
@@ -22,7 +20,7 @@ class EventPacker:
     @property
     def is_full(self) -> bool:
         """Tell whether there is enough for a message."""
-        return self._blocks >= self._blocks_max
+        return self._blocks >= PACKED_BLOCKS_MAX
 
     def add(self, event: Packable) -> None:
         """Gather an event that has blocks."""
@@ -35,21 +33,21 @@ class EventPacker:
         messages = [
             message
             for events in self._events.values()
-            for message in _messages([stamped(one, now_ms) for one in events], self._blocks_max)
+            for message in _messages([stamped(one, now_ms) for one in events])
         ]
         assert sum(map(len, messages)) == self.event_count, f"{self.event_count} events waited"
         self._events, self.event_count, self._blocks = {}, 0, 0
         return messages
 
 
-def _messages(events: list[Packable], blocks_max: int) -> Iterator[list[Packable]]:
+def _messages(events: list[Packable]) -> Iterator[list[Packable]]:
     """Yield the events of one source in messages: without a gap in their numbers, and with at most
-    `blocks_max` blocks unless a single event has more."""
+    `PACKED_BLOCKS_MAX` blocks unless a single event has more."""
     message, blocks = list[Packable](), 0
     for event in events:
         size = block_count(event)
         if message and (
-            blocks + size > blocks_max
+            blocks + size > PACKED_BLOCKS_MAX
             or (event.epoch, event.seq) != (message[-1].epoch, message[-1].seq + 1)
         ):
             yield message

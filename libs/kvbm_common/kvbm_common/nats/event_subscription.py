@@ -85,11 +85,9 @@ class EventSubscription:
         *,
         subject: str,
         start: Start,
-        batch_max: int = BATCH_MAX,
         on_stream_lost: Callable[[], None] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        assert batch_max > 0
         assert HEARTBEAT_S_MIN <= heartbeat_s < SILENCE_S, heartbeat_s
         self._heartbeat_s = heartbeat_s
         self.heard_s = time.monotonic()
@@ -105,7 +103,6 @@ class EventSubscription:
         self._spec = spec
         self._subject = subject
         self._start = start
-        self._batch_max = batch_max
         self._arrived: deque[RawMessage] = deque()
         self._arrival = asyncio.Event()
         self._caught_up = asyncio.Event()
@@ -186,7 +183,7 @@ class EventSubscription:
 
     async def _take(self) -> list[EventMessage]:
         batch: list[EventMessage] = []
-        while self._arrived and len(batch) < self._batch_max:
+        while self._arrived and len(batch) < BATCH_MAX:
             if self._take_several(batch):
                 continue
             message = self._arrived[0]
@@ -211,7 +208,7 @@ class EventSubscription:
 
     def _take_several(self, batch: list[EventMessage]) -> bool:
         """Take several messages at once, if no number is missing; False: none was taken."""
-        arrived = list(islice(self._arrived, self._batch_max - len(batch)))
+        arrived = list(islice(self._arrived, BATCH_MAX - len(batch)))
         placed = columns_of_alike([message.reply for message in arrived])
         if placed is None:
             arrived = list(takewhile(is_event, arrived))

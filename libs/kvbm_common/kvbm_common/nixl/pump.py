@@ -102,8 +102,7 @@ class Pump:
         self._leaving: dict[str, Future[None]] = {}
         self._unsettled: list[Future[None]] = []  # Of failed transfers whose error proves no end.
         self._last_event = self._serve_at = 0.0
-        self._transfers_done = self._bytes_moved = 0
-        self._failures = self._timeouts = self._notifications_dropped = 0
+        self._transfers_done = self._failures = self._timeouts = 0
 
     @property
     def pause_s(self) -> float | None:
@@ -224,10 +223,8 @@ class Pump:
             in_flight=self._queue.in_flight_count,
             draining=self._queue.draining,
             transfers_done=self._transfers_done,
-            bytes_moved=self._bytes_moved,
             failures=self._failures,
             timeouts=self._timeouts,
-            notifications_dropped=self._notifications_dropped,
         )
 
     def _start(self, transfer: Transfer) -> None:
@@ -310,7 +307,6 @@ class Pump:
             transfer.future.set_exception(failure_of(self._agent, transfer, error, settling))
         else:
             self._transfers_done += 1
-            self._bytes_moved += transfer.local.bytes
             seconds = transfer.ended - transfer.posted
             transfer.future.set_result(Transferred(transfer.local.bytes, seconds))
         transfer.handle = None  # Its wrapper releases it.
@@ -338,7 +334,7 @@ class Pump:
     def _serve(self, now: float) -> None:
         """Let UCX answer peers, and expire what waits."""
         if self._serves:
-            self._notifications_dropped += answer_peers(self._agent)
+            answer_peers(self._agent)
         for transfer in [t for t in self._queue.waiting if now > t.deadline]:
             self._queue.waiting.remove(transfer)
             self._timeouts += 1

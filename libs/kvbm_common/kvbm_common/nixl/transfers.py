@@ -89,7 +89,5 @@ class MoverStatistics:
     in_flight: int
     draining: int
     transfers_done: int
-    bytes_moved: int
     failures: int
     timeouts: int
-    notifications_dropped: int

@@ -112,10 +112,10 @@ def record_of_life(
 
 
 @functools.cache
-def machine_digest(path: Path = BOOT_ID) -> str:
+def machine_digest() -> str:
     """Return a digest of what tells this running kernel from others; empty if it is not known."""
     try:
-        return blake2b(path.read_bytes().strip(), digest_size=8).hexdigest()
+        return blake2b(BOOT_ID.read_bytes().strip(), digest_size=8).hexdigest()
     except OSError:
         return ""
 
