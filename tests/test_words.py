@@ -7,6 +7,7 @@ import functools
 import io
 import re
 import tokenize
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,59 +229,44 @@ def test_persons_are_seen_as_subjects_only() -> None:
     assert [line for line, _ in persons_of(source)] == [1, 3]
 
 
-@pytest.mark.parametrize("package", BOUNDS)
-def test_docstrings_are_neither_clauses_nor_questions(package: str) -> None:
-    """Goal: a class and a module begin with their noun, and a docstring states what holds."""
+def assert_none(package: str, look: Callable[[str], Iterable[tuple[int, str]]]) -> None:
+    """Assert that a look at the source of each module of a package finds nothing."""
     found = [
         f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
         for path in sorted(PACKAGES[package].rglob("*.py"))
-        for line, text in clauses_of(path.read_text())
+        for line, text in look(path.read_text())
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("package", BOUNDS)
+def test_docstrings_are_neither_clauses_nor_questions(package: str) -> None:
+    """Goal: a class and a module begin with their noun, and a docstring states what holds."""
+    assert_none(package, clauses_of)
 
 
 @pytest.mark.parametrize("package", BOUNDS)
 def test_texts_begin_with_their_thing(package: str) -> None:
     """Goal: a text below a name says first what it is: a time, a number, a thing, True if."""
-    found = [
-        f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
-        for path in sorted(PACKAGES[package].rglob("*.py"))
-        for line, text in things_left_out_of(path.read_text())
-    ]
-    assert not found, "\n".join(found)
+    assert_none(package, things_left_out_of)
 
 
 @pytest.mark.parametrize("package", BOUNDS)
 def test_no_sentence_begins_with_a_person(package: str) -> None:
     """Goal: the subject is the thing that acts: a client, a caller, a reader."""
-    found = [
-        f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
-        for path in sorted(PACKAGES[package].rglob("*.py"))
-        for line, text in persons_of(path.read_text())
-    ]
-    assert not found, "\n".join(found)
+    assert_none(package, persons_of)
 
 
 @pytest.mark.parametrize("package", BOUNDS)
 def test_no_text_below_a_name_is_a_fragment(package: str) -> None:
     """Goal: a constant, an attribute and a function are understood without the line above."""
-    found = [
-        f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
-        for path in sorted(PACKAGES[package].rglob("*.py"))
-        for line, text in fragments_of(path.read_text())
-    ]
-    assert not found, "\n".join(found)
+    assert_none(package, fragments_of)
 
 
 @pytest.mark.parametrize("package", BOUNDS)
 def test_docstring_of_a_function_begins_with_a_verb(package: str) -> None:
     """Goal: a docstring says what a call does, before it says how."""
-    found = [
-        f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
-        for path in sorted(PACKAGES[package].rglob("*.py"))
-        for line, text in not_begun_by_a_verb(path.read_text())
-    ]
-    assert not found, "\n".join(found)
+    assert_none(package, not_begun_by_a_verb)
 
 
 @pytest.mark.parametrize("package", BOUNDS)

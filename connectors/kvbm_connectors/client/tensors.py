@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.nixl.layout import part_bytes
 from kvbm_common.wire.local import Region
 
 PIECES_MAX = 4_096
@@ -67,17 +68,13 @@ def regions_of_groups(
     fuller. Raises UnknownLayout where blocks of different numbers would have the same bytes.
     """
     cut = [regions_of(layers, block_count, by_head=by_head) for layers in groups]
-    found = sorted(cut, key=_block_bytes)
+    found = sorted(cut, key=part_bytes)
     if not found:
         raise UnknownLayout("an engine without layers has no blocks")
     *others, regions = found
     for region in itertools.chain.from_iterable(reversed(others)):
         regions = _with(regions, region)
     return regions
-
-
-def _block_bytes(regions: Sequence[Region]) -> int:
-    return sum(region.piece_bytes for region in regions)
 
 
 def _with(regions: Sequence[Region], added: Region) -> list[Region]:

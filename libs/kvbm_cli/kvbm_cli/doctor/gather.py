@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import resource
 import socket
 import ssl
 import urllib.request
@@ -28,6 +27,7 @@ from kvbm_common.access.secret_files import SecretFile, SecretUnreadable
 from kvbm_common.config.settings import Settings
 from kvbm_common.copying import COPIER
 from kvbm_common.cuda.measure import look
+from kvbm_common.cuda.pinning import lock_limit_bytes
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.memory.leftovers import file_system_of, left_memory
 from kvbm_common.service.process import make_runtime_dir
@@ -88,7 +88,7 @@ def gather(settings: Settings) -> Facts:
     listening = listeners()
     gpu_copies, gpu_error = look(gpu_count) if gpu_count else ((), "")
     return Facts(
-        memlock_bytes=_memlock(),
+        memlock_bytes=lock_limit_bytes(),
         shm_fs=file_system_of(settings.shm_dir),
         shm_free_bytes=free_bytes(settings.shm_dir),
         shm_own_bytes=_own_memory(settings),
@@ -121,11 +121,6 @@ def gather(settings: Settings) -> Facts:
 
 
 # --- memory -----------------------------------------------------------------------------------
-
-
-def _memlock() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _own_memory(settings: Settings) -> int:

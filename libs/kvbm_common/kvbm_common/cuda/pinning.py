@@ -141,7 +141,7 @@ class Pinning:
             is_first = not self._stop
             self._stop = True
         if is_first:
-            self.reason = explain(self.bytes, self.pinned_bytes, str(error), _lock_limit())
+            self.reason = explain(self.bytes, self.pinned_bytes, str(error), lock_limit_bytes())
             log.warning("%s", self.reason)
 
 
@@ -159,7 +159,8 @@ def explain(wanted_bytes: int, pinned_bytes: int, error: str, limit_bytes: int |
     return text
 
 
-def _lock_limit() -> int | None:
+def lock_limit_bytes() -> int | None:
+    """Return the bytes that this process may lock in memory; None: as many as there are."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
