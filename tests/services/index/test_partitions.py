@@ -32,6 +32,7 @@ from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import ENGINE
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import serve
+from kvbm_common.wire.epochs import epoch_max
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
 from kvbm_common.wire.index_verbs import MatchReply
 from kvbm_common.wire.verbs import verb_subject
@@ -117,12 +118,15 @@ class Fleet:
                 self._seqs[host, source] = 0
                 self.say(host, source, Cleared)
 
-    def say(self, host: str, source: str, kind: type[Event], **what: Any) -> None:
-        """Publish an event of a source."""
+    def say(
+        self, host: str, source: str, kind: type[Event], *, epoch: int = 0, **what: Any
+    ) -> None:
+        """Publish an event of a source; `epoch` 0: of its present life."""
         self._seqs[host, source] += 1
         event = kind(
             host=host, source=source, tier="device" if source == "engine-0" else "host",
-            epoch=self._epochs[host, source], seq=self._seqs[host, source], ts_ms=1, **what,
+            epoch=epoch or self._epochs[host, source], seq=self._seqs[host, source], ts_ms=1,
+            **what,
         )  # fmt: skip
         self.publishers[host].publish_event(event)
 
@@ -420,6 +424,29 @@ async def test_a_partition_whose_answers_take_long_is_silent_until_the_first_of_
     assert still, "it waits beyond the short deadline"
     slow.answers.set()
     assert await looking is msgspec.UNSET
+
+
+async def test_an_event_of_a_future_epoch_is_counted(nats_server: NatsServer) -> None:
+    """Goal: an index of several partitions counts what it drops, as one of one partition does."""
+    async with Fleet.of(nats_server, 2) as fleet, index(nats_server, 2):
+        host = HOSTS[0]
+        await fleet.join([host])
+        fleet.say(host, "engine-0", Cleared, epoch=2 * epoch_max(time.time()))
+        await fleet.publishers[host].flush(deadline_s=DEADLINE_S)
+        own = str(fleet.partitions.of(host))
+        subject = verb_subject("index", "metrics", host="ctl", instance=own)
+
+        async def is_counted() -> bool:
+            reply = await fleet.bus.request(subject, b"", deadline_s=5.0)
+            counts = {
+                sample["labels"]["reason"]: sample["value"]
+                for family in msgspec.json.decode(reply)["families"]
+                if family["name"] == "kvbm_index_messages_dropped_total"
+                for sample in family["samples"]
+            }
+            return counts == {"future_epoch": 1.0}
+
+        await ask_until(is_counted, deadline_s=DEADLINE_S, despite=KvbmError)
 
 
 async def test_only_lookups_are_in_a_hurry() -> None:

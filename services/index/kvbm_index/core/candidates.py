@@ -40,7 +40,7 @@ def candidates(
     known: Mapping[SourceKey, FollowState],
     facts: Mapping[SourceKey, EngineFacts],
 ) -> tuple[list[Candidate], list[LeftOut]]:
-    """Return who may take the prompt, and who may not with why.
+    """Return the candidates for a prompt, and the engines that are left out, each with its reason.
 
     `known` has the engines that are registered. Raises BadRequest where one is named twice.
     """
@@ -55,13 +55,13 @@ def candidates(
         if not there:
             left_out.append(LeftOut(host=load.host, source=load.source, reason="unknown"))
         for key in [SourceKey(host, load.source) for host in there]:
-            said = facts.get(key, NO_FACTS)
+            entry = facts.get(key, NO_FACTS)
             if known[key] is not FollowState.CURRENT:
                 left_out.append(LeftOut(host=key.host, source=key.source, reason="behind"))
-            elif not _serves(said, request.namespace):
+            elif not _serves(entry, request.namespace):
                 left_out.append(LeftOut(host=key.host, source=key.source, reason="namespace"))
             else:
-                ranks = _ranks_of(load, said)
+                ranks = _ranks_of(load, entry)
                 if not ranks:
                     left_out.append(LeftOut(host=key.host, source=key.source, reason="unknown"))
                 for one in [Candidate(key, rank, load) for rank in ranks]:
@@ -72,15 +72,15 @@ def candidates(
     return list(found.values()), left_out
 
 
-def _serves(said: EngineFacts, namespace: Namespace | None) -> bool:
+def _serves(entry: EngineFacts, namespace: Namespace | None) -> bool:
     """Tell whether an engine may have this namespace; the registry has those of first groups."""
-    if namespace is None or namespace.group > 0 or not said.namespaces:
+    if namespace is None or namespace.group > 0 or not entry.namespaces:
         return True
-    return namespace.digest.hex() in said.namespaces
+    return namespace.digest.hex() in entry.namespaces
 
 
-def _ranks_of(load: EngineLoad, said: EngineFacts) -> Sequence[int]:
+def _ranks_of(load: EngineLoad, entry: EngineFacts) -> Sequence[int]:
     """Return the ranks of an engine that are meant; none if it does not have the one."""
     if load.rank is None:
-        return said.ranks or (0,)
-    return (load.rank,) if not said.ranks or load.rank in said.ranks else ()
+        return entry.ranks or (0,)
+    return (load.rank,) if not entry.ranks or load.rank in entry.ranks else ()

@@ -128,6 +128,7 @@ class Chains:
             self._add_singly(parent, run, rooted=False)
 
     def _has_parents(self, run: bytes) -> bool:
+        """Tell whether a head hangs on a block of this run."""
         return not self._children.keys().isdisjoint(unpack_hashes(run))
 
     def _add_singly(self, parent: bytes, run: bytes, *, rooted: bool) -> None:

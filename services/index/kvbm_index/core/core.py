@@ -68,7 +68,7 @@ class IndexCore(Queries):
         self._asking = False
         """True if some source may be due for a snapshot: all are looked at as the step ends."""
         self._is_quiet = False
-        self._looked_ms = -self._limits.look_after_ms
+        self._looked_ms = -self._limits.look_every_ms
         self._now_ms = 0
 
     # ---- the only door -----------------------------------------------------------------------
@@ -334,7 +334,7 @@ class IndexCore(Queries):
     def _on_tick(self, now_ms: int) -> None:
         is_tidy = self._holdings.tidy(self._limits.tidied_per_tick)
         assert now_ms >= self._looked_ms, f"{now_ms} ms after a look at {self._looked_ms} ms"
-        if now_ms - self._looked_ms < self._limits.look_after_ms:
+        if now_ms - self._looked_ms < self._limits.look_every_ms:
             return
         self._looked_ms = now_ms
         self._asking = True

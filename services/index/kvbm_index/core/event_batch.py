@@ -1,8 +1,8 @@
-"""Event batches: consecutive events of a source are decoded at once: overhead per event dominates.
+"""Event batches: consecutive events of a source, decoded as one.
 
-Engines publish one event per stored or evicted block. Neighbouring events of a source usually
-continue each other and become one run. Anything unusual is decoded singly by event_decoder.py,
-which reports what is wrong.
+Engines publish one event per stored or evicted block, and most of its cost is overhead.
+Neighbouring events of a source usually continue each other and become one run. Anything unusual
+is decoded singly by event_decoder.py, which reports what is wrong.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvbm_index.core.event_decoder import (
     HASHES_BEGIN,
     PARENT_ENDS,
     RUN,
+    DecodedEvent,
     DecodedRemoved,
     DecodedStored,
-    LeanEvent,
 )
 from kvbm_index.core.packed_batch import PARTS, PackedPart, PackedRemoved, PackedStored
 
@@ -40,14 +40,14 @@ SHAPE = RUN[1] + b"[", b"]" + RUN[2]
 LAYOUTS_MAX = 256
 """Lengths whose layouts are remembered."""
 
-ReadEvent = LeanEvent | PackedPart
+ReadEvent = DecodedEvent | PackedPart
 """One event as the index reads it from a message, or a packed part of many in a row."""
 
 _subject, _payload = itemgetter(0), itemgetter(1)
 _seq = attrgetter("seq")
 _names = attrgetter("host", "source", "__class__")
 _namespace, _runs, _hashes = attrgetter("namespace"), attrgetter("runs"), attrgetter("hashes")
-_events = msgspec.json.Decoder(list[LeanEvent])
+_events = msgspec.json.Decoder(list[DecodedEvent])
 
 
 def read(
@@ -89,7 +89,7 @@ def next_seq(events: Sequence[Event | ReadEvent], seq: int) -> int | None:
     return seq
 
 
-def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
+def _read_all(messages: Sequence[EventMessage]) -> list[DecodedEvent] | None:
     """Read the events of messages with one subject at once; None: read them one by one."""
     assert len(messages) > 1, "one message is read as one"
     try:
@@ -102,7 +102,7 @@ def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
     return events
 
 
-def one_by_one(events: Sequence[Event | ReadEvent]) -> Iterator[Event | LeanEvent]:
+def one_by_one(events: Sequence[Event | ReadEvent]) -> Iterator[Event | DecodedEvent]:
     """Yield events, those of packed parts as well."""
     for event in events:
         if isinstance(event, PARTS):

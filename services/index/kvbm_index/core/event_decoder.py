@@ -69,7 +69,7 @@ class DecodedCleared(_DecodedEnvelope, frozen=True, kw_only=True, gc=False, tag=
     rank_only: bool = False
 
 
-LeanEvent = DecodedStored | DecodedRemoved | DecodedCleared
+DecodedEvent = DecodedStored | DecodedRemoved | DecodedCleared
 
 RUN = b'[{"parent":"', b'","hashes":', b"}]"
 """One run as it is written: its parent's digits and the array of hashes are between these."""
@@ -79,11 +79,11 @@ HASHES_BEGIN = PARENT_ENDS + len(RUN[1])
 _runs = msgspec.json.Decoder(list[Run])
 _hashes = msgspec.json.Decoder(list[str])
 
-KINDS: Mapping[str, type[LeanEvent]] = {
+KINDS: Mapping[str, type[DecodedEvent]] = {
     "stored": DecodedStored, "removed": DecodedRemoved, "cleared": DecodedCleared,
 }  # fmt: skip
 
-lean_codec: JsonCodec[LeanEvent] = JsonCodec(LeanEvent)
+decoded_codec: JsonCodec[DecodedEvent] = JsonCodec(DecodedEvent)
 
 
 NamedRun = tuple[bytes, bytes, bool]
@@ -167,7 +167,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
 
 
 @lru_cache(maxsize=SUBJECTS_MAX)
-def names_on(subject: str) -> tuple[str, str, type[LeanEvent] | None]:
+def names_on(subject: str) -> tuple[str, str, type[DecodedEvent] | None]:
     """Return the host, source and kind that a subject names."""
     prefix, *names = subject.rsplit(".", SUBJECT_NAMES)
     if prefix != SUBJECT_PREFIX or len(names) != SUBJECT_NAMES:
@@ -175,9 +175,9 @@ def names_on(subject: str) -> tuple[str, str, type[LeanEvent] | None]:
     return names[0], names[1], KINDS.get(names[2])
 
 
-def read(subject: str, payload: bytes) -> LeanEvent:
+def read(subject: str, payload: bytes) -> DecodedEvent:
     """Read the event of a message; raises WireError."""
-    event = lean_codec.decode(payload)
+    event = decoded_codec.decode(payload)
     host, source, kind = names_on(subject)
     if event.host != host or event.source != source or type(event) is not kind:
         text = f"an event of {event.host}/{event.source} on another subject"

@@ -146,12 +146,12 @@ class Holdings:
         assert found.keys() == set(hosts), f"{hosts} are asked for, not {list(found)}"
         return found
 
-    def of_sources(self, beginning: str) -> list[tuple[Holder, Chains]]:
-        """Return all holders whose sources' names begin so, and their chains, sorted."""
+    def of_sources(self, prefix: str) -> list[tuple[Holder, Chains]]:
+        """Return all holders whose source's name has this prefix, with their chains, sorted."""
         return sorted(
             (Holder(*holder), chains)
             for holder, chains in self._chains.items()
-            if holder[1].startswith(beginning)
+            if holder[1].startswith(prefix)
         )
 
     def match(self, asked: Sequence[SequenceHash]) -> list[tuple[Holder, int]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvbm_common.wire.events import Event, Tier
 
-from kvbm_index.core.event_decoder import LeanEvent
+from kvbm_index.core.event_decoder import DecodedEvent
 from kvbm_index.core.image import SOURCES_MAX, Image
 from kvbm_index.core.packed_batch import PackedPart
 from kvbm_index.core.snapshot_loader import SnapshotLoader
@@ -31,7 +31,7 @@ class Holder(NamedTuple):
     group: int
 
 
-AnyEvent = Event | LeanEvent
+AnyEvent = Event | DecodedEvent
 """The service passes events decoded in part; those of the wire are taken as well."""
 Received = AnyEvent | PackedPart
 """An event, or many in a row."""
@@ -144,15 +144,14 @@ class Limits:
     tidied_per_tick: int = 1_024
     """Blocks that one tick lists or forgets, of those that wait for it. Queries wait meanwhile: few
     and often, about a millisecond of every ten."""
-    look_after_ms: int = 0
-    """The pause between two looks at sources whose time may have come; 0: look at every tick."""
+    look_every_ms: int = 0
+    """The time from one check of all sources' deadlines to the next; 0: at every tick."""
     retry_ms: int = 200
     retry_max_ms: int = 5_000
     settle_ms: int = 500
     """A registered source without an event so far is asked for a snapshot after this."""
     unregistered_ms: int = 5_000
     """A source that publishes but has no entry in the registry for so long is dead."""
-
     gone_ms: int = 60_000
     """The time for which a source that has left is remembered, so that its late events are known as
     such."""
@@ -163,7 +162,7 @@ class Limits:
         assert min(self.sources_max, self.buffer_events_max, self.snapshots_max) > 0, self
         assert self.snapshot_deadline_ms > 0, self
         assert 0 < self.retry_ms <= self.retry_max_ms, self
-        assert min(self.tidied_per_tick, self.look_after_ms, self.settle_ms) >= 0, self
+        assert min(self.tidied_per_tick, self.look_every_ms, self.settle_ms) >= 0, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,14 @@ import msgspec
 from kvbm_common.wire.events import Natural
 from kvbm_common.wire.routes import RouteRequest
 
-PeerPart = tuple[Natural, Natural]
+PeerRange = tuple[Natural, Natural]
 """The blocks of a question that a host tier has: the first, and the one after the last."""
 
 
 class PartitionRouteRequest(RouteRequest, frozen=True, kw_only=True):
     """A `route` as one partition of the index is asked for its engines."""
 
-    peers: list[PeerPart] | None = None
+    peers: list[PeerRange] | None = None
     """The blocks that the host tiers of all partitions have; None: only those of this partition
     count."""
     tie: str = ""
@@ -23,4 +23,4 @@ class PartitionRouteRequest(RouteRequest, frozen=True, kw_only=True):
 class PeersReply(msgspec.Struct, frozen=True, kw_only=True):
     """The runs that a partition's host tiers have of a question; none lies within another."""
 
-    parts: list[PeerPart]
+    parts: list[PeerRange]

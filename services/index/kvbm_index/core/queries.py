@@ -1,4 +1,4 @@
-"""Queries: the index's knowledge and the questions about it. Only core.py changes it."""
+"""Queries: the state of the index and the questions about it. Only core.py changes the state."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from kvbm_index.core.messages import (
 )
 from kvbm_index.core.packed_batch import PackedRemoved, PackedStored
 from kvbm_index.core.requests import ReplyTooLarge
-from kvbm_index.core.routes import Prices, peer_parts, ranked
-from kvbm_index.core.scores import Part, scores
+from kvbm_index.core.routes import Prices, peer_ranges, ranked
+from kvbm_index.core.scores import Range, scores
 from kvbm_index.core.sources import Sources
 
 EVERYTHING = DumpRequest()
@@ -40,7 +40,7 @@ holdings, out of the processor's caches."""
 
 
 class Queries:
-    """Sources with their positions, and what they hold."""
+    """Sources with their positions and blocks: the part of the core that answers."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
@@ -96,14 +96,14 @@ class Queries:
         candidates: Sequence[Candidate],
         prices: Prices,
         tie: bytes,
-        peers: Sequence[Part] | None = None,
+        peers: Sequence[Range] | None = None,
     ) -> list[RankedEngine]:
         """Return the candidates in the order in which they should be given a prompt."""
         return ranked(self._holdings, hashes, candidates, prices, tie, peers)
 
-    def peers(self, hashes: Sequence[SequenceHash]) -> list[Part]:
-        """Return which parts of `hashes` host tiers have."""
-        return peer_parts(self._holdings, hashes)
+    def peers(self, hashes: Sequence[SequenceHash]) -> list[Range]:
+        """Return the ranges of `hashes` that host tiers have."""
+        return peer_ranges(self._holdings, hashes)
 
     def holders_of(self, hashes: Sequence[SequenceHash]) -> Iterator[list[Holder]]:
         """Yield the holders of each of some blocks, sorted; other work may have a turn between.

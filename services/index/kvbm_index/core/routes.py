@@ -7,7 +7,7 @@
     queue    blocks of the requests that wait before it, and a little for each that runs
 
 The run that counts is the one of `scores.py`. Where it ends, the host tier of another host may
-have the next blocks: the longest part of them that one host has counts as loads from a peer. Equal
+have the next blocks: the longest run of them that one host has counts as loads from a peer. Equal
 costs are ordered by a digest of the prompt's last block and the engine: the same prompt meets the
 same order at each replica, and over many prompts each engine comes first equally often.
 """
@@ -24,7 +24,7 @@ from kvbm_common.wire.routes import EngineLoad, Place, RankedEngine
 
 from kvbm_index.core.candidates import Candidate
 from kvbm_index.core.holdings import Holdings
-from kvbm_index.core.scores import Overlap, Part, overlaps
+from kvbm_index.core.scores import Overlap, Range, overlaps
 
 COST_DIGITS = 6
 """Costs that differ by less are equal: a sum of floats has an error in its last digits."""
@@ -47,17 +47,17 @@ def ranked(
     candidates: Iterable[Candidate],
     prices: Prices,
     tie: bytes,
-    peers: Sequence[Part] | None = None,
+    peers: Sequence[Range] | None = None,
 ) -> list[RankedEngine]:
     """Return the candidates with their costs, the least cost first; `tie` orders equals.
 
-    `peers` are parts that host tiers have, where these holdings are not those of all hosts.
+    `peers` are ranges that host tiers have, where these holdings are not those of all hosts.
     """
     found = {
         (one.host, one.source, one.rank): one for one in overlaps(holdings, asked, prices.weights)
     }
     if peers is None:
-        peers = peer_parts(holdings, asked) if prices.peer_weight else ()
+        peers = peer_ranges(holdings, asked) if prices.peer_weight else ()
     runs = _PeerRuns(peers)
     engines = []
     for one in candidates:
@@ -75,23 +75,23 @@ def in_order(engines: Iterable[RankedEngine], tie: bytes) -> list[RankedEngine]:
     return sorted(engines, key=lambda one: (one.cost, _turn(one, tie), one.host, one.source))
 
 
-def peer_parts(holdings: Holdings, asked: Sequence[SequenceHash]) -> list[Part]:
-    """Return which parts of a question host tiers have, without those that are within another."""
-    found: list[Part] = []
+def peer_ranges(holdings: Holdings, asked: Sequence[SequenceHash]) -> list[Range]:
+    """Return the ranges of a question that host tiers have; none lies within another."""
+    found: list[Range] = []
     if asked:
         for _, chains in holdings.of_sources(PEER_SOURCES):
             found += chains.ranges(asked)
     return longest(found)
 
 
-def longest(parts: Iterable[Part]) -> list[Part]:
-    """Return parts in their order, without those that are within another.
+def longest(ranges: Iterable[Range]) -> list[Range]:
+    """Return ranges in their order, without those that are within another.
 
     >>> longest([(3, 4), (0, 5), (2, 9), (2, 5)])
     [(0, 5), (2, 9)]
     """
-    kept: list[Part] = []
-    for start, end in sorted(parts, key=lambda part: (part[0], -part[1])):
+    kept: list[Range] = []
+    for start, end in sorted(ranges, key=lambda one: (one[0], -one[1])):
         if not kept or end > kept[-1][1]:
             kept.append((start, end))
     return kept
@@ -138,14 +138,14 @@ def _turn(one: RankedEngine, tie: bytes) -> bytes:
 class _PeerRuns:
     """The runs of a question that the memory of other hosts has."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self._ranges = ranges
 
     def following(self, blocks: int) -> int:
         """Return how many blocks after the first ones one peer has.
 
-        The parts are of all hosts. The engine's own host has nothing that begins within the run and
-        ends after it, or the run would be longer: so every part that counts is of another host.
+        The ranges are of all hosts. The engine's own host has nothing that begins within the run
+        and ends after it, or the run would be longer: every range that counts is of another.
         """
-        ends = (end for start, end in self._parts if start <= blocks < end)
+        ends = (end for start, end in self._ranges if start <= blocks < end)
         return max(ends, default=blocks) - blocks

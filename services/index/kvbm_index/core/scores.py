@@ -19,14 +19,14 @@ from kvbm_common.wire.scores import PlaceScore
 
 from kvbm_index.core.holdings import Holdings
 
-Part = tuple[int, int]
-"""A run of the question: the position of its first block, and the one after its last."""
-Held = tuple[Tier, list[Part]]
-"""A holder's tier, and the parts of the question that it has."""
+Range = tuple[int, int]
+"""Blocks of the question: the position of the first one, and the one after the last."""
+Held = tuple[Tier, list[Range]]
+"""A holder's tier, and the ranges of the question that it has."""
 
 
 class Overlap(NamedTuple):
-    """The part of a question that a place has: the longest run, by the best tier of each block."""
+    """The longest run of a question that a place has, by the best tier of each block."""
 
     host: str
     source: str
@@ -76,7 +76,7 @@ def overlaps(
 def _run_length(held: Sequence[Held]) -> int:
     """Return the length of the longest run that some holders have together."""
     length = 0
-    for start, end in sorted(part for _, parts in held for part in parts):
+    for start, end in sorted(one for _, ranges in held for one in ranges):
         if start > length:
             break
         length = max(length, end)
@@ -85,7 +85,7 @@ def _run_length(held: Sequence[Held]) -> int:
 
 def _begins_below(own: Sequence[Held], blocks: int) -> bool:
     """Tell whether an engine itself has a block of a run: else the host's own place says it all."""
-    return any(start < blocks for _, parts in own for start, _ in parts)
+    return any(start < blocks for _, ranges in own for start, _ in ranges)
 
 
 def blocks_by_tier(
@@ -95,9 +95,9 @@ def blocks_by_tier(
     assert blocks > 0, "nothing is counted"
     counts: dict[Tier, int] = {}
     rest = [(0, blocks)]
-    for tier, parts in sorted(held, key=lambda one: -weights.get(one[0], 0.0)):
-        left = _without(rest, sorted(parts))
-        assert _length(left) <= _length(rest), f"{parts} add to {rest}"
+    for tier, ranges in sorted(held, key=lambda one: -weights.get(one[0], 0.0)):
+        left = _without(rest, sorted(ranges))
+        assert _length(left) <= _length(rest), f"{ranges} add to {rest}"
         found = _length(rest) - _length(left)
         if found:
             counts[tier] = counts.get(tier, 0) + found
@@ -108,20 +108,20 @@ def blocks_by_tier(
     return counts
 
 
-def _length(parts: Sequence[Part]) -> int:
-    """Count the blocks of parts that do not overlap."""
-    return sum(end - start for start, end in parts)
+def _length(ranges: Sequence[Range]) -> int:
+    """Count the blocks of ranges that do not overlap."""
+    return sum(end - start for start, end in ranges)
 
 
-def _without(rest: Sequence[Part], parts: Sequence[Part]) -> list[Part]:
-    """Return what is left of sorted parts without others, which are sorted by their starts."""
-    left: list[Part] = []
+def _without(rest: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
+    """Return what is left of sorted ranges without others, which are sorted by their starts."""
+    left: list[Range] = []
     place = 0
     for first, end in rest:
         at = first
-        while place < len(parts) and parts[place][1] <= at:
+        while place < len(taken) and taken[place][1] <= at:
             place += 1
-        for start, stop in islice(parts, place, None):
+        for start, stop in islice(taken, place, None):
             if start >= end or at >= end:
                 break
             if start > at:

@@ -13,7 +13,7 @@ from kvbm_common.wire.scores import DEFAULT_WEIGHTS
 from kvbm_index.core.candidates import EngineFacts, candidates
 from kvbm_index.core.core import IndexCore
 from kvbm_index.core.messages import SourceKey
-from kvbm_index.core.partition_messages import PartitionRouteRequest, PeerPart, PeersReply
+from kvbm_index.core.partition_messages import PartitionRouteRequest, PeerRange, PeersReply
 from kvbm_index.core.requests import decoded, encoded, hashes_of
 from kvbm_index.core.routes import Prices
 
@@ -55,7 +55,7 @@ class Routing:
         return self._answer(request, request.peers, request.tie)
 
     async def answer_peers(self, payload: bytes) -> bytes:
-        """Answer which parts of a question the host tiers of this partition have."""
+        """Answer which ranges of a question the host tiers of this partition have."""
         hashes = hashes_of(decoded(_route_request, payload))
         return encoded(PeersReply(parts=self._core.peers(hashes)))
 
@@ -64,7 +64,7 @@ class Routing:
         return next(self._turns).to_bytes(TURN_BYTES)
 
     def _answer(
-        self, request: RouteRequest, peers: Sequence[PeerPart] | None = None, tie: str = ""
+        self, request: RouteRequest, peers: Sequence[PeerRange] | None = None, tie: str = ""
     ) -> bytes:
         hashes = hashes_of(request)
         found, left_out = candidates(request, self._core.engines(), self._facts)
@@ -82,10 +82,10 @@ class Routing:
 
 
 def _facts_of(record: ServiceRecord) -> EngineFacts:
-    said = _said(record, "ranks")[:RANKS_MAX]
-    ranks = {int(rank) for rank in said if rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX}
-    return EngineFacts(sorted(ranks), _said(record, "namespaces"))
+    listed = _listed(record, "ranks")[:RANKS_MAX]
+    ranks = {int(rank) for rank in listed if rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX}
+    return EngineFacts(sorted(ranks), _listed(record, "namespaces"))
 
 
-def _said(record: ServiceRecord, name: str) -> list[str]:
+def _listed(record: ServiceRecord, name: str) -> list[str]:
     return [part for part in str(record.info.get(name) or "").split(",") if part]

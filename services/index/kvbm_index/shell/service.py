@@ -62,7 +62,7 @@ TURNS = 4
 INBOX_DEADLINE_S = 30.0
 """A core that takes nothing for so long is broken."""
 TICK_MS = 10
-LOOK_AFTER_MS = 50
+LOOK_EVERY_MS = 50
 SNAPSHOT_DEADLINE_S = 5.0
 """A million blocks take about a second to say."""
 READY_DEADLINE_S = 3.0
@@ -95,7 +95,7 @@ class IndexShell:
         self._partitions = context.bus.limits.partitioned
         self._own = context.settings.index_partition or 0
         self._strangers = Strangers(self._partitions, context.counters)
-        self._keeper = ImageStore(
+        self._images = ImageStore(
             context.bus,
             context.counters,
             interval_s=context.settings.index_image_s,
@@ -121,7 +121,7 @@ class IndexShell:
         context = self._context
         context.set_stats(self._stats)
         context.bounds.declare_queues(self._loop)
-        context.bounds.declare(self._keeper.fills)
+        context.bounds.declare(self._images.fills)
         context.counters.include(lambda: metrics_of(self._core.view.statistics))
         start = await self._restore()
         async with (
@@ -139,7 +139,7 @@ class IndexShell:
                 tasks.create_task(self._wait_caught_up(events), name="catch up"),
                 tasks.create_task(self._read_registry(), name="registry"),
                 tasks.create_task(
-                    self._keeper.run(self._core.image, lambda: self._core.view.position),
+                    self._images.run(self._core.image, lambda: self._core.view.position),
                     name="images",
                 ),
             ]
@@ -170,7 +170,7 @@ class IndexShell:
 
     async def _restore(self) -> Start:
         """Take the newest image, if there is one; returns where the stream goes on."""
-        image = await self._keeper.load()
+        image = await self._images.load()
         if image is None:
             return "all"
         self._loop.complete(Restored(image))
@@ -178,7 +178,7 @@ class IndexShell:
 
     async def _follow(self, subscription: EventSubscription) -> None:
         async for batch in subscription:
-            events = self._believed(tuple(event_batch.read(batch, self._refuse)))
+            events = self._accepted(tuple(event_batch.read(batch, self._refuse)))
             if events:
                 self._observe_lag(events[-1])
                 stream = subscription.created
@@ -186,18 +186,16 @@ class IndexShell:
                     events, batch[-1].sequence, stream.isoformat() if stream else ""
                 )
                 await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
-                await _others()
+                await _let_others_run()
 
-    def _believed(self, events: tuple[Received, ...]) -> tuple[Received, ...]:
-        """Return the events without those whose epoch is from the future."""
-        most = epoch_max(time.time())
-        kept = tuple(event for event in events if event.epoch <= most)
-        if self._partitions.count > 1:
-            events = kept = self._of_own_hosts(kept)
+    def _accepted(self, events: tuple[Received, ...]) -> tuple[Received, ...]:
+        """Return the events without those of a future epoch, or of another partition."""
+        epoch_limit = epoch_max(time.time())
+        kept = tuple(event for event in events if event.epoch <= epoch_limit)
         if len(kept) < len(events):
             self._dropped.labels(reason="future_epoch").inc(len(events) - len(kept))
             self._log.warning("future_epoch", "events whose epoch is more than a day ahead")
-        return kept
+        return self._of_own_hosts(kept) if self._partitions.count > 1 else kept
 
     def _of_own_hosts(self, events: tuple[Received, ...]) -> tuple[Received, ...]:
         """Return the events without those of hosts whose partition is another one."""
@@ -288,7 +286,7 @@ class IndexShell:
             return SnapshotFailed(key)
         loader = SnapshotLoader(reply)
         while not loader.go_on():
-            await _others()
+            await _let_others_run()
         return SnapshotReceived(loader)
 
     def _owner_of(self, key: SourceKey) -> tuple[str, str]:
@@ -321,7 +319,7 @@ class IndexShell:
         )
 
 
-async def _others() -> None:
+async def _let_others_run() -> None:
     """Give every other task its turns."""
     for _ in range(TURNS):
         await asyncio.sleep(0)
@@ -339,7 +337,7 @@ def _source_of(record: ServiceRecord) -> SourceKey | None:
 async def serve_index(context: ServiceContext) -> None:
     """Run the service until it is stopped."""
     limits = Limits(
-        unregistered_ms=int(context.settings.registry_ttl_s * 1000), look_after_ms=LOOK_AFTER_MS
+        unregistered_ms=int(context.settings.registry_ttl_s * 1000), look_every_ms=LOOK_EVERY_MS
     )
     name = f"{context.bus.name}-events"
     events = await Bus.connect(context.bus.access, name, counters=context.counters)

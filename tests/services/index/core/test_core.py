@@ -342,7 +342,7 @@ def test_a_registered_source_without_events_is_asked(harness: Harness) -> None:
 
 def test_sources_are_not_looked_at_at_every_tick() -> None:
     """There may be thousands. 1. A tick between two looks. 2. The next look."""
-    harness = Harness(Limits(look_after_ms=50))
+    harness = Harness(Limits(look_every_ms=50))
     harness.send(SourceJoined(KEY, 3))
     assert harness.tick(499) == []
     assert harness.tick(1) == harness.tick(48) == []
@@ -393,7 +393,7 @@ class Indexer(Follower):
     key = SourceKey("h", Follower.source)
 
     def __init__(self) -> None:
-        self.harness = Harness(Limits(look_after_ms=0))
+        self.harness = Harness(Limits(look_every_ms=0))
         super().__init__()
         self.harness.send(SourceJoined(self.key, 1))
 

@@ -214,7 +214,7 @@ def test_broken_packed_message_is_refused_whole() -> None:
     assert not core.dump().holders
 
 
-def read(*events: Event) -> list[event_decoder.LeanEvent]:
+def read(*events: Event) -> list[event_decoder.DecodedEvent]:
     """As they come from the stream."""
     return [event_decoder.read(event_subject(one), event_codec.encode(one)) for one in events]
 
