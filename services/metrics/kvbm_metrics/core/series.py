@@ -59,7 +59,7 @@ class Series(NamedTuple):
 
 
 @dataclass(slots=True)
-class Block:
+class FleetMetric:
     """One metric with all its series."""
 
     name: str
@@ -73,71 +73,71 @@ class Block:
         self.series.append(Series(self.name, labels, value))
 
 
-def kvbm_counters(values: KvbmView) -> list[Block]:
+def kvbm_counters(values: KvbmView) -> list[FleetMetric]:
     """Return KVBM's counters, with series that have their very names."""
     return _kvbm(values, KVBM_COUNTERS, "counter")
 
 
-def fleet(view: FleetView, values: KvbmView, *, version: str) -> list[Block]:
+def fleet(view: FleetView, values: KvbmView, *, version: str) -> list[FleetMetric]:
     """Return KVBM's gauges, and everything that the instances have counted."""
     families = _Families()
-    for block in _about_instances(view, version=version):
-        families.add_own(block)
+    for metric in _about_instances(view, version=version):
+        families.add_own(metric)
     for one in view.instances:
         for family in one.snapshot.families if one.snapshot else ():
             families.add(one.record, family)
-    blocks = _kvbm(values, KVBM_GAUGES, "gauge") + families.blocks()
-    assert len({block.name for block in blocks}) == len(blocks), "two families have one name"
-    return blocks
+    metrics = _kvbm(values, KVBM_GAUGES, "gauge") + families.metrics()
+    assert len({metric.name for metric in metrics}) == len(metrics), "two families have one name"
+    return metrics
 
 
-def _kvbm(values: KvbmView, names: Sequence[str], kind: Kind) -> list[Block]:
+def _kvbm(values: KvbmView, names: Sequence[str], kind: Kind) -> list[FleetMetric]:
     said = values.model_dump()
-    return [Block(name, _HELP[name], kind, [Series(name, {}, said[name])]) for name in names]
+    return [FleetMetric(name, _HELP[name], kind, [Series(name, {}, said[name])]) for name in names]
 
 
 class _Families:
     """Families of many instances merged by name. What does not fit is refused and counted."""
 
     def __init__(self) -> None:
-        self._blocks: dict[str, Block] = {}
+        self._metrics: dict[str, FleetMetric] = {}
         self._own = {REFUSED}
         self._refused: Counter[str] = Counter()
 
-    def blocks(self) -> list[Block]:
+    def metrics(self) -> list[FleetMetric]:
         """Return all families that have a series, and the counts of what was refused."""
-        refused = Block(REFUSED, "Metric families and samples left out of this answer.")
+        refused = FleetMetric(REFUSED, "Metric families and samples left out of this answer.")
         for reason in ("conflict", "malformed", "too_many"):
             refused.add({"reason": reason}, self._refused[reason])
         count_max = FAMILIES_MAX + len(self._own)
-        assert len(self._blocks) <= count_max, f"{len(self._blocks)} families in one answer"
-        return [block for block in (*self._blocks.values(), refused) if block.series]
+        assert len(self._metrics) <= count_max, f"{len(self._metrics)} families in one answer"
+        return [metric for metric in (*self._metrics.values(), refused) if metric.series]
 
-    def add_own(self, block: Block) -> None:
+    def add_own(self, metric: FleetMetric) -> None:
         """Add a family that this service makes."""
-        assert block.name not in self._blocks, f"{block.name} is made twice"
-        assert _NAME.fullmatch(block.name), f"{block.name} is no name of a metric"
-        self._blocks[block.name] = block
-        self._own.add(block.name)
+        assert metric.name not in self._metrics, f"{metric.name} is made twice"
+        assert _NAME.fullmatch(metric.name), f"{metric.name} is no name of a metric"
+        self._metrics[metric.name] = metric
+        self._own.add(metric.name)
 
     def add(self, record: ServiceRecord, family: Family) -> None:
         """Add a family of one instance, or count why it is refused."""
         name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
-        block = self._blocks.get(name)
+        metric = self._metrics.get(name)
         is_kvbms = name in KVBM_GAUGES or (family.kind != "counter" and name in KVBM_COUNTERS)
         if is_kvbms or not _NAME.fullmatch(name):
             self._refused["malformed"] += 1
-        elif block is None and len(self._blocks) >= FAMILIES_MAX:
+        elif metric is None and len(self._metrics) >= FAMILIES_MAX:
             self._refused["too_many"] += 1
-        elif name in self._own or (block is not None and block.kind != family.kind):
+        elif name in self._own or (metric is not None and metric.kind != family.kind):
             self._refused["conflict"] += 1
         else:
-            if block is None:
-                block = self._blocks[name] = Block(name, family.help, family.kind)
-            assert block.kind == family.kind, f"a {family.kind} joins the {block.kind} {name}"
-            self._add_samples(block, record, family)
+            if metric is None:
+                metric = self._metrics[name] = FleetMetric(name, family.help, family.kind)
+            assert metric.kind == family.kind, f"a {family.kind} joins the {metric.kind} {name}"
+            self._add_samples(metric, record, family)
 
-    def _add_samples(self, block: Block, record: ServiceRecord, family: Family) -> None:
+    def _add_samples(self, metric: FleetMetric, record: ServiceRecord, family: Family) -> None:
         for sample in family.samples:
             if not all(map(_is_label, sample.labels)):
                 self._refused["malformed"] += 1
@@ -145,11 +145,11 @@ class _Families:
             labels = _labels(record, sample)
             match family.kind:
                 case "counter":
-                    block.series.append(Series(f"{block.name}_total", labels, sample.value))
+                    metric.series.append(Series(f"{metric.name}_total", labels, sample.value))
                 case "gauge":
-                    block.add(labels, sample.value)
+                    metric.add(labels, sample.value)
                 case "histogram" if len(sample.bucket_counts) == len(family.bucket_bounds) + 1:
-                    block.series += _histogram(block.name, labels, family.bucket_bounds, sample)
+                    metric.series += _histogram(metric.name, labels, family.bucket_bounds, sample)
                 case _:
                     self._refused["malformed"] += 1
 
@@ -187,12 +187,12 @@ def _is_label(name: str) -> bool:
     return _LABEL.fullmatch(name) is not None
 
 
-def _about_instances(view: FleetView, *, version: str) -> list[Block]:
+def _about_instances(view: FleetView, *, version: str) -> list[FleetMetric]:
     """Return what this service knows of the others from the registry and their stats."""
-    build = Block("kvbm_build_info", "The version of KVBM.")
+    build = FleetMetric("kvbm_build_info", "The version of KVBM.")
     build.add({"version": version}, 1)
-    up = Block("kvbm_up", "Whether an instance answers; 0 also for one that was lost.")
-    ready = Block("kvbm_ready", "Whether an instance serves; 0 also for one that was lost.")
+    up = FleetMetric("kvbm_up", "Whether an instance answers; 0 also for one that was lost.")
+    ready = FleetMetric("kvbm_ready", "Whether an instance serves; 0 also for one that was lost.")
     for one in view.instances:
         labels = _instance_labels(one.record)
         up.add(labels, one.up)
@@ -207,11 +207,11 @@ def _instance_labels(record: ServiceRecord) -> dict[str, str]:
     return {"kind": record.kind, "host": record.host, "instance": record.instance}
 
 
-def _about_tiers(view: FleetView) -> list[Block]:
-    slots = Block("kvbm_tier_slots", "Slots by state.")
-    slot_bytes = Block("kvbm_tier_slot_bytes", "Bytes of one slot.")
-    used = Block("kvbm_tier_occupancy_ratio", "Slots with a block / all slots, 0 to 1.")
-    leases = Block("kvbm_tier_leases", "Leases that hold now.")
+def _about_tiers(view: FleetView) -> list[FleetMetric]:
+    slots = FleetMetric("kvbm_tier_slots", "Slots by state.")
+    slot_bytes = FleetMetric("kvbm_tier_slot_bytes", "Bytes of one slot.")
+    used = FleetMetric("kvbm_tier_occupancy_ratio", "Slots with a block / all slots, 0 to 1.")
+    leases = FleetMetric("kvbm_tier_leases", "Leases that hold now.")
     for one in view.instances:
         tier, stats = tier_of(one), one.stats
         if tier is None or stats is None:
@@ -226,11 +226,15 @@ def _about_tiers(view: FleetView) -> list[Block]:
     return [slots, slot_bytes, used, leases, *_about_sizes(view), *_about_tenants(view)]
 
 
-def _about_tenants(view: FleetView) -> list[Block]:
+def _about_tenants(view: FleetView) -> list[FleetMetric]:
     """Return what tenants have in tiers: of each tier 34 at most, those beyond together."""
-    used = Block("kvbm_tenant_used_bytes", "Bytes of a tenant's blocks in a tier.")
-    share = Block("kvbm_tenant_share_bytes", "Bytes that a tenant keeps when others want all.")
-    waiting = Block("kvbm_tenant_waiting_blocks", "Blocks of a tenant that wait to be written.")
+    used = FleetMetric("kvbm_tenant_used_bytes", "Bytes of a tenant's blocks in a tier.")
+    share = FleetMetric(
+        "kvbm_tenant_share_bytes", "Bytes that a tenant keeps when others want all."
+    )
+    waiting = FleetMetric(
+        "kvbm_tenant_waiting_blocks", "Blocks of a tenant that wait to be written."
+    )
     for one in view.instances:
         tier, stats = tier_of(one), one.stats
         for tenant in stats.tenants if tier is not None and stats is not None else ():
@@ -241,12 +245,12 @@ def _about_tenants(view: FleetView) -> list[Block]:
     return [used, share, waiting]
 
 
-def _about_sizes(view: FleetView) -> list[Block]:
+def _about_sizes(view: FleetView) -> list[FleetMetric]:
     """Return how the bytes of tiers are shared out among sizes of blocks."""
-    slabs = Block("kvbm_tier_slabs", "Slabs by state.")
-    waste = Block("kvbm_tier_waste_percent", "Part of slabs in use that no block fills.")
-    of_size = Block("kvbm_tier_size_slabs", "Slabs that are cut into slots of a length.")
-    size_bytes = Block("kvbm_tier_size_used_bytes", "Bytes of the slots of a length in use.")
+    slabs = FleetMetric("kvbm_tier_slabs", "Slabs by state.")
+    waste = FleetMetric("kvbm_tier_waste_percent", "Part of slabs in use that no block fills.")
+    of_size = FleetMetric("kvbm_tier_size_slabs", "Slabs that are cut into slots of a length.")
+    size_bytes = FleetMetric("kvbm_tier_size_used_bytes", "Bytes of the slots of a length in use.")
     for one in view.instances:
         tier, stats = tier_of(one), one.stats
         if tier is None or stats is None or not stats.sizes:

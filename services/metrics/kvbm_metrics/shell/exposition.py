@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from kvbm_metrics.core import series
 from kvbm_metrics.core.fleet_view import FleetView
 from kvbm_metrics.core.models import KvbmView
-from kvbm_metrics.core.series import Block
+from kvbm_metrics.core.series import FleetMetric
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -20,15 +20,15 @@ CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 class FleetCollector(Collector):
     """A fleet's counters, as prometheus_client collects them."""
 
-    def __init__(self, blocks: Sequence[Block], *, as_unknown: bool = False) -> None:
-        self._blocks = blocks
+    def __init__(self, metrics: Sequence[FleetMetric], *, as_unknown: bool = False) -> None:
+        self._metrics = metrics
         self._as_unknown = as_unknown
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric with its series."""
-        for block in self._blocks:
-            metric = Metric(block.name, block.help, "unknown" if self._as_unknown else block.kind)
-            metric.samples = [Sample(one.name, dict(one.labels), one.value) for one in block.series]
+        for one in self._metrics:
+            metric = Metric(one.name, one.help, "unknown" if self._as_unknown else one.kind)
+            metric.samples = [Sample(row.name, dict(row.labels), row.value) for row in one.series]
             yield metric
 
 

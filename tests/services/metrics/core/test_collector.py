@@ -279,7 +279,7 @@ def test_what_a_ready_service_cannot_do_is_shown_with_it() -> None:
     assert collector.unready_reasons(view, KINDS) == []
 
 
-def test_tier_view() -> None:
+def test_a_tier_is_shown_in_bytes_and_a_silent_one_as_down() -> None:
     """Slots become bytes and occupancy; a silent tier is shown as down, not left out."""
     tier = tier_stats("host-tier", used=3, total=4, leases=1, figures={"host_cache_hit_rate": 0.25})
     up, down = collector.tier_views(
@@ -332,7 +332,7 @@ def test_a_tier_without_slots_yet_is_empty_not_an_error() -> None:
     assert (tier.occupancy, tier.bytes_total) == (0.0, 0)
 
 
-def test_status_view() -> None:
+def test_the_status_counts_by_kind_and_medium() -> None:
     """Counts by kind and medium, expected kinds first, engines and workers told apart."""
     view = FleetView(
         instances=[

@@ -567,7 +567,7 @@ async def test_a_bad_question_names_the_field(world: World, body: object, at_fau
     ids=["empty", "cut", "not utf-8", "nested", "nan", "surrogate", "salt", "lora", "oversized"],
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["match", "score", "route"])
-async def test_a_body_that_is_not_a_question(
+async def test_a_body_that_is_not_a_question_is_a_problem(
     world: World, verb: str, content: bytes, status: int
 ) -> None:
     """Always a problem, never a crash."""
