@@ -266,7 +266,7 @@ class Harness:
         self.core = self.whole.engines
         self.is_dedup = dedup
         self.now_ms = 0
-        self.truth, self.consolidated = Reader(), Reader()
+        self.truth, self.merged = Reader(), Reader()
         self.routers: dict[int, Router] = {}
         self.replies: list[tuple[bytes, Attached | Refused]] = []
         self.replays: list[RequestReplay] = []
@@ -303,7 +303,7 @@ class Harness:
                     continue
                 case PublishConsolidated(published):
                     self._refuse_orphans(published)
-                    self.consolidated.read(published)
+                    self.merged.read(published)
                     continue
                 case Broadcast(frame):
                     router = self.routers.setdefault(frame.stream.rank, Router())
@@ -335,7 +335,7 @@ class Harness:
         if not self.parents_first:
             return set()
         media = ONE_MEDIUM if self.is_dedup else MEDIA
-        live = self.consolidated.live.get(rank, ())
+        live = self.merged.live.get(rank, ())
         return {(media[cast(Tier, tier)], short_hash(block)) for tier, block in live}
 
     def _refuse_orphans(self, event: Event) -> None:
@@ -343,11 +343,11 @@ class Harness:
         is said for itself, a parent in the same tier."""
         if not isinstance(event, Stored):
             return
-        live = self.consolidated.live.get(event.rank, ())
+        live = self.merged.live.get(event.rank, ())
         said = {block for tier, block in live if self.is_dedup or tier == event.tier}
         for run in event.runs:
             parent = hash_from_hex(run.parent)
-            tiers = set(self.whole.consolidated.tiers.holding(parent, event.namespace))
+            tiers = set(self.whole.merged.tiers.holding(parent, event.namespace))
             is_held = bool(tiers) if self.is_dedup else event.tier in tiers
             assert parent in said or not is_held, f"{run.hashes[0]} comes before {run.parent}"
             said |= set(hashes_from_hex(run.hashes))
@@ -355,11 +355,11 @@ class Harness:
     def _compare(self) -> None:
         """Both outputs say the same; without tiers it is what the engine says."""
         for rank, router in self.routers.items():
-            said = {short_hash(block) for block in self.consolidated.blocks(rank)}
+            said = {short_hash(block) for block in self.merged.blocks(rank)}
             assert {block for _, block in router.held} <= said
-        if not self.whole.consolidated.tiers.block_count and not self._owes_go_on:
+        if not self.whole.merged.tiers.block_count and not self._owes_go_on:
             for rank, live in self.live.items():
-                assert self.consolidated.blocks(rank) == live
+                assert self.merged.blocks(rank) == live
 
     def attach(self, *, rank: int = 0, replay: bool = True, epoch: bool = True) -> None:
         """Attach a rank; grant the epoch and answer the first replay with nothing."""

@@ -58,7 +58,7 @@ def test_an_engine_s_stream_is_understood(path: Path) -> None:
             wanted = blocks_of(document["held_after_first"]) | multimodal(document)
             assert harness.live[0] == wanted
     assert harness.live[0] == blocks_of(document["holds"])
-    assert harness.consolidated.blocks() == blocks_of(document["holds"])
+    assert harness.merged.blocks() == blocks_of(document["holds"])
 
 
 def multimodal(document: dict[str, Any]) -> set[SequenceHash]:

@@ -248,5 +248,5 @@ def test_after_the_storm_the_next_life_is_right() -> None:
         consolidator.step(batch_received(key(incarnation=life), seq, device.batches[seq]))
     blocks = held(consolidator.core.engines)
     assert blocks == device.truth()
-    assert consolidator.core.consolidated.live("sim-0").keys() == blocks
+    assert consolidator.core.merged.live("sim-0").keys() == blocks
     consolidator.core.check()

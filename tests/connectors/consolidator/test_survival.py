@@ -192,11 +192,11 @@ def test_a_machine_that_slept_finds_its_engines_again() -> None:
     seq = device.publish(device.store((1, 2, 3, 4), 0))
     harness.send(batch_received(key(), seq, device.batches[seq]))
     harness.tick(24 * 3_600_000)
-    assert harness.consolidated.blocks() == set()
+    assert harness.merged.blocks() == set()
     harness.attach(epoch=False)
     harness.grant()
     harness.answer(device)
-    assert harness.live[0] == harness.consolidated.blocks() == device.truth()
+    assert harness.live[0] == harness.merged.blocks() == device.truth()
     harness.batch(1, AllBlocksCleared(), ts=0.0)
     assert harness.live.get(0, set()) == set()
 

@@ -1,4 +1,4 @@
-"""The consolidator as a whole: the engines' events, and the consolidated stream made of them.
+"""The consolidator's core: the engines' events, and the merged streams made of them.
 
 ```
   engines ──► EnginesCore ──► events per tier ───────────────────────────────► NATS
@@ -10,8 +10,8 @@
   tiers, on NATS ────────────────────────┘
 ```
 
-One task owns it, so that the second half sees every event of the first in order, whatever becomes
-of the bus.
+One step runs both halves: the merged streams see every event of the engines in order, whatever
+becomes of the bus.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvbm_connectors.consolidator.core.messages import (
     Describe,
     Effect,
     EngineEffect,
+    EngineInput,
     EnginesStatistics,
     GoOn,
     GoOnLater,
@@ -83,7 +84,7 @@ class ConsolidatorCore:
     ) -> None:
         self.engines = EnginesCore(host, limits)
         self._drops: Counter[str] = Counter()
-        self.consolidated = MergedStreams(
+        self.merged = MergedStreams(
             host, dedup=dedup, drops=self._drops,
             blocks_max=(limits or ConsolidatorLimits()).tier_blocks_max,
         )  # fmt: skip
@@ -98,23 +99,23 @@ class ConsolidatorCore:
     @property
     def is_quiet(self) -> bool:
         """Tell whether ticks may come seldom: no engine and no tier waits for anything."""
-        is_settled = self.engines.is_settled and self.consolidated.tiers.is_current
-        return is_settled and not self.consolidated.is_going_on
+        is_settled = self.engines.is_settled and self.merged.tiers.is_current
+        return is_settled and not self.merged.is_going_on
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it, in order."""
         effects: list[Effect] = []
-        tiers = self.consolidated.tiers
+        tiers = self.merged.tiers
         match event:
             case TierJoined(source, tier, epoch):
-                self.consolidated.tiers_changed(tiers.joined(source, tier, epoch, now_ms))
+                self.merged.tiers_changed(tiers.joined(source, tier, epoch, now_ms))
             case TierLeft(source, epoch):
-                self.consolidated.tiers_changed(tiers.left(source, epoch, now_ms))
+                self.merged.tiers_changed(tiers.left(source, epoch, now_ms))
             case TierEvents(events):
                 for one in events:
-                    self.consolidated.tiers_changed(tiers.take(one, now_ms), one)
+                    self.merged.tiers_changed(tiers.take(one, now_ms), one)
             case TierSnapshot(reply):
-                self.consolidated.tiers_changed(tiers.snapshot(reply, now_ms))
+                self.merged.tiers_changed(tiers.snapshot(reply, now_ms))
             case TierSnapshotFailed(source):
                 tiers.snapshot_failed(source, now_ms)
             case TierStreamLost(source):
@@ -127,50 +128,56 @@ class ConsolidatorCore:
             case RouterJoined(rank, topic):
                 self.router.greet(rank, topic)
             case _:
-                found = self.engines.step(event, now_ms)
-                drafts = [one.draft for one in found if isinstance(one, Publish)]
-                is_built = any(isinstance(draft, ClearedDraft) for draft in drafts)
-                if is_built or self.consolidated.is_going_on:
-                    self.consolidated.touched = blocks_of(drafts)
-                for effect in found:
-                    self._overhear(effect, now_ms)
-                    effects += [] if isinstance(effect, Learn) else [effect]
-                self.consolidated.touched = set()
-        # A part of what is large is for a turn of its own, not for each input that comes between.
+                effects += self._step_engines(event, now_ms)
+        # Large work goes on a part at a time after each `GoOn`, not with the inputs between.
         has_turn = not self._is_waiting
-        # Events of tiers come with a part of what they wait for: else they would outrun it.
+        # But events of tiers bring a part of what they wait for along: else they would outrun it.
         if (has_turn and tiers.is_going_on) or (
             isinstance(event, TierEvents) and tiers.is_catching_up
         ):
-            self.consolidated.tiers_changed(tiers.go_on(now_ms))
+            self.merged.tiers_changed(tiers.go_on(now_ms))
         if isinstance(event, Tick | TierJoined):
             effects += [AskSnapshot(source) for source in tiers.ask(now_ms)]
-        self.consolidated.rebuild(has_turn=has_turn)
-        effects += self._say()
-        if self.consolidated.is_going_on and not self._is_waiting:
+        self.merged.rebuild(has_turn=has_turn)
+        effects += self._take_published()
+        if self.merged.is_going_on and not self._is_waiting:
             self._is_waiting = True
             effects.append(GoOnLater())
         self.router.forget_ended(now_ms)  # Now: what has just ended holds no blocks any more.
         return effects
 
-    def _overhear(self, effect: EngineEffect, now_ms: int) -> None:
-        """Apply what the engines' side does to the consolidated stream and to the router stream."""
+    def _step_engines(self, event: EngineInput, now_ms: int) -> list[Effect]:
+        """Have the engines' half take an input, and apply its effects to the merged streams."""
+        assert not self.merged.touched, "drafts of an earlier step are touched"
+        found = self.engines.step(event, now_ms)
+        drafts = [one.draft for one in found if isinstance(one, Publish)]
+        is_built = any(isinstance(draft, ClearedDraft) for draft in drafts)
+        if is_built or self.merged.is_going_on:
+            self.merged.touched = blocks_of(drafts)
+        for effect in found:
+            self._follow(effect, now_ms)
+        self.merged.touched = set()
+        return [effect for effect in found if not isinstance(effect, Learn)]
+
+    def _follow(self, effect: EngineEffect, now_ms: int) -> None:
+        """Apply an effect of the engines' half to the merged streams and the router streams."""
         match effect:
             case Publish(event, draft):
-                self.consolidated.engine_event(event, draft)
+                self.merged.engine_event(event, draft)
             case Learn(named):
                 self.router.learn(named)
             case AskEpoch() | Describe():
-                self.consolidated.engine_known(effect.engine, effect.ranks, effect.groups)
+                self.merged.engine_known(effect.engine, effect.ranks, effect.groups)
                 self.router.engine_known(effect.engine, effect.ranks)
             case RevokeEpoch(engine):
-                self.consolidated.engine_left(engine)
+                self.merged.engine_left(engine)
                 self.router.engine_left(engine, now_ms)
             case _:
                 pass
 
-    def _say(self) -> list[Effect]:
-        events = self.consolidated.take()
+    def _take_published(self) -> list[Effect]:
+        """Return what the merged streams and the router streams publish after this step."""
+        events = self.merged.take()
         if self._naming:
             for event in events:
                 self.router.take_event(event)
@@ -181,16 +188,16 @@ class ConsolidatorCore:
     def check(self) -> None:
         """Assert every invariant, in O(n)."""
         self.engines.check()
-        self.consolidated.check()
+        self.merged.check()
         self.router.check()
 
     def statistics(self) -> ConsolidatorStatistics:
         """Return the figures for metrics."""
         return ConsolidatorStatistics(
             engines=self.engines.statistics(),
-            consolidated_blocks=self.consolidated.block_count,
-            tier_blocks=self.consolidated.tiers.block_count,
-            tiers_behind=self.consolidated.tiers.behind_count,
+            consolidated_blocks=self.merged.block_count,
+            tier_blocks=self.merged.tiers.block_count,
+            tiers_behind=self.merged.tiers.behind_count,
             names=len(self.names),
             unnamed_blocks=self.router.unnamed_count,
             router_batches=self.router.batch_count,

@@ -89,7 +89,7 @@ class Engine:
         """Tell whether the engine has an epoch, and no rank waits for events."""
         assert not self.epoch or self.state is EngineState.REGISTERED, f"{self.name}: {self.state}"
         return bool(self.epoch) and all(
-            rank.order.is_live and not rank.orphans for rank in self.ranks.values()
+            rank.sequencer.is_live and not rank.orphans for rank in self.ranks.values()
         )
 
     def should_ask(self, now_ms: int) -> bool:

@@ -1,4 +1,4 @@
-"""The consolidator's core: the event streams of one host's engines become events of our own.
+"""The engines' half of the core: the event streams of one host's engines become our events.
 
 ```
   Attach ──► AskEpoch ──► EpochGranted ──► cleared (seq 1), everything held
@@ -289,7 +289,7 @@ class EnginesCore:
     ) -> None:
         assert batches, "an input has a batch"
         found = self._find(key)
-        if found is None or replay not in (0, found[1].order.replay):
+        if found is None or replay not in (0, found[1].sequencer.replay):
             self._drops["stale_batch"] += len(batches)
             return
         engine, rank = found
@@ -297,24 +297,24 @@ class EnginesCore:
         self._batch_count += len(batches)
         for seq, batch in batches:
             if replay:
-                self._apply(engine, rank, rank.order.take_replayed(seq, batch))
-            elif self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms)):
+                self._apply(engine, rank, rank.sequencer.take_replayed(seq, batch))
+            elif self._apply(engine, rank, rank.sequencer.take_live(seq, batch, self._now_ms)):
                 # The batch that gave it away belongs to the new life.
-                self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms))
+                self._apply(engine, rank, rank.sequencer.take_live(seq, batch, self._now_ms))
         rank.settle(self._now_ms)
         self._announce(engine, rank, batches[0][1].ts)
 
     def _on_replay_over(self, key: StreamKey, replay: int, *, failed: bool) -> None:
         found = self._find(key)
-        if found is None or not replay or found[1].order.replay != replay:
+        if found is None or not replay or found[1].sequencer.replay != replay:
             self._drops["stale_replay"] += 1
             return
         engine, rank = found
         if failed:
             self._drops["replay_failed"] += 1
-        order = rank.order
-        ready = order.replay_failed(self._now_ms) if failed else order.replay_done()
-        assert not order.replay, f"{key}: replay {order.replay} is over"
+        sequencer = rank.sequencer
+        ready = sequencer.replay_failed(self._now_ms) if failed else sequencer.replay_done()
+        assert not sequencer.replay, f"{key}: replay {sequencer.replay} is over"
         self._apply(engine, rank, ready)
         rank.settle(self._now_ms)
         self._announce(engine, rank, 0)
@@ -349,12 +349,13 @@ class EnginesCore:
 
     def _poll(self, rank: Rank) -> None:
         # The numbers run over all streams and lives: an answer never meets another question.
-        from_seq = rank.order.poll(self._now_ms, self._replay_count + 1)
+        replay = self._replay_count + 1
+        from_seq = rank.sequencer.poll(self._now_ms, replay)
         if from_seq is not None:
-            self._replay_count += 1
-            assert rank.order.replay == self._replay_count, f"{rank.key}: {rank.order.replay}"
+            self._replay_count = replay
+            assert rank.sequencer.replay == replay, f"{rank.key}: {rank.sequencer.replay}"
             endpoint = rank.attach.replay_endpoint
-            self._effects.append(RequestReplay(rank.key, endpoint, from_seq, rank.order.replay))
+            self._effects.append(RequestReplay(rank.key, endpoint, from_seq, replay))
 
     # ---- out ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The consolidated stream: for each engine rank, the blocks that it can use on its host.
+"""The merged stream: for each engine rank, the blocks that it can use on its host.
 
 ```
   an engine's own events ──► devices ───────┐
@@ -6,11 +6,12 @@
   the tiers' events ─────► tier_views.py ───┘        per rank
 ```
 
-`dedup` publishes a block's first store and its last removal only; both name the tier of the first
-store. `passthrough` publishes the stores and removals of each tier. Blocks in device memory count
-for the rank that has them; blocks in host memory and below for every rank of every engine of the
-same namespace. When an engine clears its blocks (a reset, a gap that could not be replayed), its
-stream is cleared with the same reason, and the blocks of the tiers are published again.
+On the wire it is the *consolidated* stream. `dedup` publishes a block's first store and its last
+removal only; both name the tier of the first store. `passthrough` publishes the stores and removals
+of each tier. Blocks in device memory count for the rank that has them; blocks in host memory and
+below for every rank of every engine of the same namespace. When an engine clears its
+blocks (a reset, a gap that could not be replayed), its stream is cleared with the same reason, and
+the blocks of the tiers are published again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ it."""
 
 
 class MergedStreams:
-    """The consolidated streams of all engines of one host."""
+    """The merged streams of all engines of one host."""
 
     def __init__(
         self, host: str, *, dedup: bool, drops: Counter[str], blocks_max: int = TIER_BLOCKS_MAX
@@ -159,8 +160,7 @@ class MergedStreams:
     # ---- questions ---------------------------------------------------------------------------
 
     def snapshot_pages(self, name: str) -> Pages | None:
-        """Return the whole consolidated stream of an engine, as of its last event; None if
-        unknown."""
+        """Return the whole merged stream of an engine, as of its last event; None if unknown."""
         engine = self._engines.get(name)
         if engine is None or not engine.epoch:
             return None

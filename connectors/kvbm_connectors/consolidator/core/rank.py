@@ -69,7 +69,7 @@ class Rank:
         self._named: list[NamedBlocks] = []
         self._joiner = RunJoiner()
         self.orphans = Orphans(limits.orphan_blocks_max)
-        self.order = self._new_order(now_ms)
+        self.sequencer = self._new_sequencer(now_ms)
 
     @property
     def block_count(self) -> int:
@@ -96,7 +96,7 @@ class Rank:
         assert self.continues(attach), f"{self.key} is described as another engine: {attach}"
         self.attach = attach
         if self._generations.announce(attach):
-            if not self.order.read_again(attach.generation_us / 1e6):
+            if not self.sequencer.read_again(attach.generation_us / 1e6):
                 self._drops["generation_late"] += self.block_count
             self.orphans.clear()
             self._generations.read_again()
@@ -129,7 +129,7 @@ class Rank:
         assert not self.orphans, f"{self.key}: {self.orphans.block_count} orphans outlive a restart"
         self._generations = Generations(self.attach)
         self._merger = BatchMerger()
-        self.order = self._new_order(now_ms)
+        self.sequencer = self._new_sequencer(now_ms)
 
     def apply(self, ready: Ready, now_ms: int) -> bool:
         """Take what is in order; returns whether the engine's publisher has restarted.
@@ -177,7 +177,7 @@ class Rank:
     def age(self, now_ms: int) -> None:
         """Ask for a replay on behalf of blocks that have waited too long for their parent."""
         condemned = bool(self.orphans) and self.orphans.condemn(now_ms - self._limits.orphan_age_ms)
-        if condemned and not self.order.want_replay():
+        if condemned and not self.sequencer.want_replay():
             self.drop_orphans()
 
     def drop_orphans(self) -> None:
@@ -207,7 +207,7 @@ class Rank:
         self.orphans.check()
         for view in self._views.values():
             view.check()
-        assert self.order.pending_count <= self._limits.pending_batches_max
+        assert self.sequencer.pending_count <= self._limits.pending_batches_max
 
     # ---- events ------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class Rank:
         own = next((one for one in self.namespaces if one.group == group), None)
         return own or msgspec.structs.replace(self.attach.namespace, group=group)
 
-    def _new_order(self, now_ms: int) -> Sequencer:
+    def _new_sequencer(self, now_ms: int) -> Sequencer:
         replayable = bool(self.attach.replay_endpoint)
         return Sequencer(self._limits, self._drops, replayable=replayable, now_ms=now_ms)
 

@@ -292,7 +292,7 @@ class ConsolidatorShell:
         return self._snapshots.answer(payload)
 
     def _snapshot_of(self, request: SnapshotRequest) -> Pages:
-        half = self._core.consolidated if request.consolidated else self._core.engines
+        half = self._core.merged if request.consolidated else self._core.engines
         pages = half.snapshot_pages(request.source)
         if pages is None:
             raise UnknownSource(f"{request.source} is not attached here")

@@ -142,7 +142,7 @@ def disk(harness: Harness) -> TierModel:
 
 def kinds(harness: Harness, since: int = 0) -> list[tuple[str, str]]:
     """Kinds and tiers of the consolidated events."""
-    events = harness.consolidated.events[since:]
+    events = harness.merged.events[since:]
     return [(str(event.__struct_config__.tag), event.tier) for event in events]
 
 
@@ -155,16 +155,16 @@ def test_the_first_store_and_the_last_removal_are_said(
     """1. Device, host, disk store. 2. Device and host evict while the disk holds: nothing is said.
     3. The disk evicts: removed, naming the tier that was said."""
     harness.batch(0, stored(PROMPT))
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     host.store(*BLOCKS)
     disk.store(*BLOCKS)
     harness.batch(1, removed(*(engine_hash(PROMPT[:end]) for end in (6, 4, 2))))
     host.remove(*BLOCKS)
     assert kinds(harness, since) == []
-    assert harness.consolidated.blocks() == set(BLOCKS)
+    assert harness.merged.blocks() == set(BLOCKS)
     disk.remove(BLOCKS[2])
     assert kinds(harness, since) == [("removed", "device")]
-    assert harness.consolidated.blocks() == set(BLOCKS[:2])
+    assert harness.merged.blocks() == set(BLOCKS[:2])
     assert {block for _, block in harness.routers[0].held} == set(map(short_hash, BLOCKS[:2]))
 
 
@@ -174,14 +174,14 @@ def test_two_host_tiers_of_a_host_are_two_holders(harness: Harness, host: TierMo
     second = TierModel(harness, "host", instance="1")
     host.store(*BLOCKS)
     second.store(*BLOCKS)
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     second.remove(BLOCKS[2])
     harness.send(TierLeft(second.source, 1))
     assert kinds(harness, since) == []
-    assert harness.consolidated.blocks() == set(BLOCKS)
+    assert harness.merged.blocks() == set(BLOCKS)
     host.remove(*reversed(BLOCKS))
     assert kinds(harness, since) == [("removed", "host")]
-    assert harness.consolidated.blocks() == set()
+    assert harness.merged.blocks() == set()
 
 
 def test_passthrough_says_every_tier() -> None:
@@ -202,7 +202,7 @@ def test_a_block_that_a_tier_has_first_is_said_of_that_tier(
     harness: Harness, host: TierModel
 ) -> None:
     """A tier has it, an engine computes it: one store, of the host; the last removal names it."""
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     host.store(BLOCKS[0])
     harness.batch(0, stored(PROMPT[:2]))
     host.remove(BLOCKS[0])
@@ -217,7 +217,7 @@ def test_a_block_that_comes_back_to_the_device_was_said_all_the_time(
     """1. The device evicts what the host has, and has it again. 2. Both lose it: one removal."""
     harness.batch(0, stored(PROMPT[:2]))
     host.store(BLOCKS[0])
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     harness.batch(1, removed(engine_hash(PROMPT[:2])))
     harness.batch(2, stored(PROMPT[:2]))
     host.remove(BLOCKS[0])
@@ -230,17 +230,17 @@ def test_device_blocks_count_for_their_rank_and_tiers_for_all(harness: Harness) 
     harness.send(StreamAttached(attach(rank=1), b"peer1"))
     host = TierModel(harness, "host")
     harness.batch(0, stored(PROMPT[:2]))
-    assert harness.consolidated.blocks(1) == set()
+    assert harness.merged.blocks(1) == set()
     host.store(BLOCKS[0])
-    assert harness.consolidated.blocks(1) == {BLOCKS[0]}
+    assert harness.merged.blocks(1) == {BLOCKS[0]}
     harness.batch(1, removed(engine_hash(PROMPT[:2])))
-    assert harness.consolidated.blocks(0) == harness.consolidated.blocks(1) == {BLOCKS[0]}
+    assert harness.merged.blocks(0) == harness.merged.blocks(1) == {BLOCKS[0]}
     host.remove(BLOCKS[0])
-    assert harness.consolidated.blocks(0) == harness.consolidated.blocks(1) == set()
+    assert harness.merged.blocks(0) == harness.merged.blocks(1) == set()
 
 
 def test_another_namespace_is_nobody_s_business(harness: Harness, host: TierModel) -> None:
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     other = Block(hash=BLOCKS[0], parent=BLOCKS[1], namespace=b"n" * 32, checksum=0, bytes=1)
     host.send(*host.announcer.stored([other]))
     assert kinds(harness, since) == []
@@ -261,11 +261,11 @@ def test_an_engine_that_comes_hears_what_the_tiers_have() -> None:
     assert kinds(harness, 2) == [("cleared", "device")]
     host.remove(BLOCKS[2])
     harness.attach()
-    assert harness.consolidated.blocks() == set(BLOCKS[:2])
-    snapshot = whole_of(harness.whole.consolidated.snapshot_pages("sim-0"))
+    assert harness.merged.blocks() == set(BLOCKS[:2])
+    snapshot = whole_of(harness.whole.merged.snapshot_pages("sim-0"))
     assert snapshot is not None
     assert snapshot.parts[0].runs[0].hashes == [block.hex() for block in BLOCKS[:2]]
-    assert whole_of(harness.whole.consolidated.snapshot_pages("nobody")) is None
+    assert whole_of(harness.whole.merged.snapshot_pages("nobody")) is None
 
 
 @pytest.mark.parametrize("then", ["it stays away", "it comes back", "the device stores them"])
@@ -284,24 +284,24 @@ def test_a_snapshot_while_a_tier_s_blocks_are_taken_back_has_what_is_published(
     disk.store(*names[:3])
     harness.is_patient = True
     harness.send(TierLeft(host.source, 1))
-    assert len(harness.consolidated.blocks()) > 20, "most removals are still to come"
-    snapshot = whole_of(harness.whole.consolidated.snapshot_pages("sim-0"))
+    assert len(harness.merged.blocks()) > 20, "most removals are still to come"
+    snapshot = whole_of(harness.whole.merged.snapshot_pages("sim-0"))
     assert snapshot is not None
     runs = [run for part in snapshot.parts for run in part.runs]
     late = {hash_from_hex(text) for run in runs for text in run.hashes}
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     if then == "it comes back":
         host.begin(2)
         host.store(*names[:30])
     elif then == "the device stores them":
         harness.batch(0, stored(tokens[:60]))
     harness.go_on()
-    for event in harness.consolidated.events[since:]:
+    for event in harness.merged.events[since:]:
         if isinstance(event, Stored):
             late |= {hash_from_hex(text) for run in event.runs for text in run.hashes}
         elif isinstance(event, Removed):
             late -= {hash_from_hex(text) for text in event.hashes}
-    assert late == harness.consolidated.blocks()
+    assert late == harness.merged.blocks()
 
 
 @pytest.mark.parametrize("way", ["into the device", "out of it"])
@@ -314,13 +314,13 @@ def test_a_block_that_moves_before_its_page_is_made_is_in_the_snapshot(way: str)
     host.store(*names)
     if way == "out of it":
         harness.batch(0, stored(PROMPT))
-    pages = harness.whole.consolidated.snapshot_pages("sim-0")
-    since = len(harness.consolidated.events)
+    pages = harness.whole.merged.snapshot_pages("sim-0")
+    since = len(harness.merged.events)
     if way == "out of it":
         harness.batch(1, removed(*(engine_hash(PROMPT[:end]) for end in (2, 4, 6))))
     else:
         harness.batch(0, stored(PROMPT))
-    assert len(harness.consolidated.events) == since, "nothing is published"
+    assert len(harness.merged.events) == since, "nothing is published"
     snapshot = whole_of(pages)
     assert snapshot is not None
     said = [text for part in snapshot.parts for run in part.runs for text in run.hashes]
@@ -340,13 +340,13 @@ def test_no_step_says_more_than_some_blocks_of_tiers() -> None:
     host.store(*names[1:], lose=True)
     harness.send(TierStreamLost(host.source))
     host.answer()
-    assert harness.consolidated.blocks() == set(names[1:])
+    assert harness.merged.blocks() == set(names[1:])
     harness.batch(0, stored(PROMPT))
     harness.batch(1, AllBlocksCleared())
-    assert harness.consolidated.blocks() == set(names[1:])
+    assert harness.merged.blocks() == set(names[1:])
     harness.send(TierLeft(host.source, 1))
-    assert harness.consolidated.blocks() == set()
-    said = [one for one in harness.consolidated.events if isinstance(one, (Stored, Removed))]
+    assert harness.merged.blocks() == set()
+    said = [one for one in harness.merged.events if isinstance(one, (Stored, Removed))]
     counts = [
         len(one.hashes) if isinstance(one, Removed) else sum(len(run.hashes) for run in one.runs)
         for one in said
@@ -370,7 +370,7 @@ def test_events_of_a_tier_do_not_outrun_its_snapshot() -> None:
     harness.send(TierStreamLost(host.source))
     host.answer()
     turns = 0
-    while harness.whole.consolidated.tiers.behind_count:
+    while harness.whole.merged.tiers.behind_count:
         turns += 1
         for number in range(3):
             block = Block(
@@ -399,13 +399,13 @@ def test_an_input_between_two_parts_waits_for_none() -> None:
     host.store(*names[:30])
     harness.is_patient = True
     harness.batch(1, AllBlocksCleared())
-    assert len(harness.consolidated.blocks()) == 4, "the first part is said at once"
+    assert len(harness.merged.blocks()) == 4, "the first part is said at once"
     for number in range(2, 7):
         harness.send(Tick(offers_open=True))
         harness.batch(number, stored((70 + number, 70)))
-    assert len(harness.consolidated.blocks() & set(names)) == 4
+    assert len(harness.merged.blocks() & set(names)) == 4
     harness.go_on()
-    assert harness.consolidated.blocks() >= set(names[:30])
+    assert harness.merged.blocks() >= set(names[:30])
 
 
 @pytest.mark.parametrize("dedup", [True, False])
@@ -426,18 +426,18 @@ def test_a_child_that_comes_between_the_parts_is_said_behind_its_ancestors(
         harness.batch(1, removed(engine_hash((70, 70))))
         harness.send(TierStreamLost(host.source))
         host.answer()
-        while not host.held.keys() & harness.consolidated.blocks():
+        while not host.held.keys() & harness.merged.blocks():
             harness.go_on(1)
     else:
         harness.batch(1, AllBlocksCleared())
-    assert len(harness.consolidated.blocks()) < 9
-    counts = [len(harness.consolidated.blocks())]
+    assert len(harness.merged.blocks()) < 9
+    counts = [len(harness.merged.blocks())]
     disk.store(names[30], parent=names[29])
-    counts.append(len(harness.consolidated.blocks()))
-    while harness.whole.consolidated.is_going_on:
+    counts.append(len(harness.merged.blocks()))
+    while harness.whole.merged.is_going_on:
         harness.go_on(1)
-        counts.append(len(harness.consolidated.blocks()))
-    assert harness.consolidated.blocks() == set(names)
+        counts.append(len(harness.merged.blocks()))
+    assert harness.merged.blocks() == set(names)
     assert max(after - before for before, after in pairwise(counts)) <= 2 * 4
 
 
@@ -458,14 +458,14 @@ def test_an_engine_s_block_comes_behind_what_a_tier_has_of_its_ancestors(
     harness.is_patient = True
     harness.send(TierStreamLost(host.source))
     host.answer()
-    while not harness.whole.consolidated.tiers.block_count:
+    while not harness.whole.merged.tiers.block_count:
         harness.go_on(1)
     last = stored(tuple(range(64)), start=31)
     harness.batch(1, last if way == "stored" else removed(*last.block_hashes))
     harness.go_on()
     in_device = names if dedup or way == "stored" else names[:31]
     expected = {("device", name) for name in in_device}
-    assert harness.consolidated.live[0] == expected | {("host", one) for one in names if not dedup}
+    assert harness.merged.live[0] == expected | {("host", one) for one in names if not dedup}
 
 
 def test_a_block_behind_a_gap_comes_behind_what_a_tier_has_of_its_ancestors() -> None:
@@ -479,9 +479,9 @@ def test_a_block_behind_a_gap_comes_behind_what_a_tier_has_of_its_ancestors() ->
     host.store(*names[:31])
     harness.is_patient = True
     harness.batch(2, stored(tuple(range(64)), start=31))
-    assert harness.consolidated.blocks() == set(names)
+    assert harness.merged.blocks() == set(names)
     harness.go_on()
-    assert harness.consolidated.live[0] == {
+    assert harness.merged.live[0] == {
         *(("host", name) for name in names[:31]), ("device", names[31])
     }  # fmt: skip
 
@@ -501,7 +501,7 @@ def test_a_parent_that_leaves_the_device_in_the_same_step_is_published_once() ->
     child = stored(PROMPT[:4], start=1)
     harness.batch(1, child, other, removed(*other.block_hashes), removed(parent))
     harness.go_on()
-    live = harness.consolidated.live[0]
+    live = harness.merged.live[0]
     assert [tier for tier, block in live if block == BLOCKS[0]] == ["device"]
 
 
@@ -521,7 +521,7 @@ def test_a_child_of_a_block_that_was_put_off_is_published_behind_it() -> None:
     harness.batch(1, AllBlocksCleared())
     disk.store(names[30], parent=names[29])
     harness.go_on()
-    assert harness.consolidated.blocks() == set(names)
+    assert harness.merged.blocks() == set(names)
 
 
 def test_a_child_behind_a_few_ancestors_is_published_at_once() -> None:
@@ -535,9 +535,9 @@ def test_a_child_behind_a_few_ancestors_is_published_at_once() -> None:
     harness.is_patient = True
     harness.batch(0, stored((70, 70)))
     harness.batch(1, AllBlocksCleared())
-    assert harness.consolidated.blocks() == set(names[:4])
+    assert harness.merged.blocks() == set(names[:4])
     disk.store(names[8], parent=names[7])
-    assert harness.consolidated.blocks() == set(names)
+    assert harness.merged.blocks() == set(names)
 
 
 def test_an_engine_that_clears_again_and_again_has_one_pass_over_the_tiers() -> None:
@@ -552,14 +552,14 @@ def test_an_engine_that_clears_again_and_again_has_one_pass_over_the_tiers() -> 
         harness.batch(number, stored(PROMPT))
         harness.batch(number + 1, AllBlocksCleared())
     harness.go_on(18)
-    assert not harness.whole.consolidated.is_going_on
-    assert harness.consolidated.blocks() == set(host.held)
+    assert not harness.whole.merged.is_going_on
+    assert harness.merged.blocks() == set(host.held)
     harness.batch(20, stored(PROMPT))
     harness.batch(21, AllBlocksCleared())
-    assert len(harness.consolidated.blocks()) < 10
+    assert len(harness.merged.blocks()) < 10
     harness.send(EngineDetached("sim-0", INCARNATION))
-    assert not harness.whole.consolidated.is_going_on
-    assert harness.consolidated.blocks() == set()
+    assert not harness.whole.merged.is_going_on
+    assert harness.merged.blocks() == set()
 
 
 def test_tiers_are_heard_for_every_kv_group_before_the_device_has_a_block_of_it(
@@ -576,8 +576,8 @@ def test_tiers_are_heard_for_every_kv_group_before_the_device_has_a_block_of_it(
     new.grant()
     new.send(TierJoined("host-tier-0", "host", 1))
     new.send(TierSnapshot(host.snapshot()))
-    assert new.consolidated.blocks() == {first, second}
-    said = [event for event in new.consolidated.events if isinstance(event, Stored)]
+    assert new.merged.blocks() == {first, second}
+    said = [event for event in new.merged.events if isinstance(event, Stored)]
     assert {event.group for event in said} == {0, 1}
 
 
@@ -586,10 +586,10 @@ def test_a_reset_of_the_engine_s_cache_clears_and_says_the_tiers_again(
 ) -> None:
     harness.batch(0, stored(PROMPT))
     host.store(BLOCKS[0])
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     harness.batch(1, AllBlocksCleared())
     assert kinds(harness, since) == [("cleared", "device"), ("stored", "host")]
-    assert harness.consolidated.blocks() == {BLOCKS[0]}
+    assert harness.merged.blocks() == {BLOCKS[0]}
 
 
 def test_a_gap_that_cannot_be_replayed_is_cleared_and_built_anew() -> None:
@@ -605,7 +605,7 @@ def test_a_gap_that_cannot_be_replayed_is_cleared_and_built_anew() -> None:
     harness.batch(0, *device.batches[0].events, ts=device.batches[0].ts)
     harness.batch(3, *device.batches[3].events, ts=device.batches[3].ts)
     harness.answer(device, first=2)
-    for reader in (harness.truth, harness.consolidated):
+    for reader in (harness.truth, harness.merged):
         reasons = [event.reason for event in reader.events if isinstance(event, Cleared)]
         assert reasons == ["attached", "gap"]
         assert reader.blocks() == {chain((5, 6))[0], chain((7, 8))[0]}
@@ -617,8 +617,8 @@ def test_a_restarted_publisher_begins_both_streams_anew(harness: Harness, host: 
     harness.batch(0, stored((9, 9)), ts=500.0)
     harness.grant()
     harness.answer(Device())
-    assert harness.consolidated.blocks() == {BLOCKS[0], chain((9, 9))[0]}
-    assert harness.consolidated.events[-1].epoch == 2
+    assert harness.merged.blocks() == {BLOCKS[0], chain((9, 9))[0]}
+    assert harness.merged.events[-1].epoch == 2
 
 
 # ---- tiers -----------------------------------------------------------------------------------
@@ -631,9 +631,9 @@ def test_a_gap_in_a_tier_s_events_is_closed_by_its_snapshot(
     host.store(*BLOCKS)
     host.remove(BLOCKS[2], lose=True)
     host.remove(BLOCKS[1], lose=True)
-    assert harness.consolidated.blocks() == set(BLOCKS)
+    assert harness.merged.blocks() == set(BLOCKS)
     host.store(*chain((9, 9)))
-    assert harness.consolidated.blocks() == {BLOCKS[0], *chain((9, 9))}
+    assert harness.merged.blocks() == {BLOCKS[0], *chain((9, 9))}
 
 
 def test_a_lost_stream_asks_again_and_a_lost_tier_holds_nothing(
@@ -643,12 +643,12 @@ def test_a_lost_stream_asks_again_and_a_lost_tier_holds_nothing(
     host.remove(BLOCKS[2], lose=True)
     harness.send(TierStreamLost(host.source))
     host.answer()
-    assert harness.consolidated.blocks() == set(BLOCKS[:2])
+    assert harness.merged.blocks() == set(BLOCKS[:2])
     harness.send(TierLeft(host.source, 1))
-    assert harness.consolidated.blocks() == set()
+    assert harness.merged.blocks() == set()
     host.begin(2)
     host.store(BLOCKS[0])
-    assert harness.consolidated.blocks() == {BLOCKS[0]}
+    assert harness.merged.blocks() == {BLOCKS[0]}
 
 
 def test_a_tier_that_does_not_answer_is_asked_less_and_less_often(harness: Harness) -> None:
@@ -671,7 +671,7 @@ def test_a_malformed_event_of_a_tier_is_counted_and_asked_about(
     harness.send(TierEvents((msgspec.structs.replace(event, hashes=["no hash"]),)))
     host.answer()
     assert harness.whole.statistics().drops["tier_malformed"] == 1
-    assert harness.consolidated.blocks() == set(BLOCKS)
+    assert harness.merged.blocks() == set(BLOCKS)
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -688,7 +688,7 @@ def test_a_rank_that_comes_while_the_epoch_is_asked_for_is_made_known(before: in
         harness.attach(rank=1, epoch=False)
     described = [effect.ranks for effect in harness.other if isinstance(effect, Describe)]
     assert described == [(0, 1)]
-    assert harness.consolidated.blocks(0) == harness.consolidated.blocks(1) == set(BLOCKS)
+    assert harness.merged.blocks(0) == harness.merged.blocks(1) == set(BLOCKS)
 
 
 # ---- routers ---------------------------------------------------------------------------------
@@ -749,7 +749,7 @@ def test_a_batch_for_routers_is_vllm_s(harness: Harness) -> None:
     harness.batch(0, event)
     frames = harness.whole.router.replay(0, 1)
     (batch,) = (decode_batch(frame.payload) for frame in frames)
-    names = harness.whole.consolidated.live("sim-0")
+    names = harness.whole.merged.live("sim-0")
     first, second = (short_hash(block) for block in names)
     assert frames[0].stream == StreamId(0, "sim-0")
     assert batch.events == (
@@ -1064,9 +1064,9 @@ def test_the_stream_is_the_union_of_the_tiers(
     world.settle()
     harness, device = world.harness, world.device.truth()
     everything = device | set(world.host.held) | set(world.disk.held)
-    assert harness.consolidated.blocks() == everything
+    assert harness.merged.blocks() == everything
     if not dedup:
-        assert harness.consolidated.live.get(0, set()) == {
+        assert harness.merged.live.get(0, set()) == {
             *(("device", block) for block in device),
             *(("host", block) for block in world.host.held),
             *(("disk", block) for block in world.disk.held),
@@ -1082,7 +1082,7 @@ def test_the_stream_is_the_union_of_the_tiers(
 
 def test_a_stale_epoch_leaves_no_engine_behind(harness: Harness) -> None:
     """An epoch for an engine that is gone: nothing is said, nothing is kept."""
-    since = len(harness.consolidated.events)
+    since = len(harness.merged.events)
     harness.send(EpochGranted("sim-9", 9, 4))
     assert kinds(harness, since) == []
-    assert whole_of(harness.whole.consolidated.snapshot_pages("sim-9")) is None
+    assert whole_of(harness.whole.merged.snapshot_pages("sim-9")) is None
