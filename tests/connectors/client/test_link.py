@@ -542,6 +542,7 @@ def test_nothing_is_sent_on_a_closed_link(endpoint: str) -> None:
         linked.thread.close()
         linked.thread.say(linked.link, confirm(1))
         linked.thread.ring()
+        assert list(linked.link.outbox) == [confirm(1)], "it left after the end"
 
 
 def test_what_the_link_thread_says_leaves_behind_what_it_has_taken_in(

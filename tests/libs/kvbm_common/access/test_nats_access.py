@@ -130,7 +130,9 @@ def test_a_server_elsewhere_is_refused_in_the_open(
         {"nats_ca_file": "/ca", "nats_cert_file": "/c", "nats_key_file": "/k"},
     ],
 )
-def test_a_server_that_is_taken(tmp_path: Path, more: dict[str, object]) -> None:
+def test_a_server_that_is_here_or_protected_is_accepted(
+    tmp_path: Path, more: dict[str, object]
+) -> None:
     """On this machine, with credentials over TLS, or where the operator says so."""
     nats_access(settings(tmp_path, **({"nats_url": "nats://nats.example"} | more)), "index")
 

@@ -200,6 +200,6 @@ def test_an_etcd_elsewhere_is_refused_in_the_open(more: dict[str, object], named
         {"etcd_ca_file": "/ca", "etcd_cert_file": "/c", "etcd_key_file": "/k"},
     ],
 )
-def test_an_etcd_that_is_taken(more: dict[str, object]) -> None:
+def test_an_etcd_that_is_here_or_protected_is_accepted(more: dict[str, object]) -> None:
     """On this machine, with credentials over TLS, or where the operator says so."""
     etcd_access(settings(**more))
