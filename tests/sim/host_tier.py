@@ -176,7 +176,7 @@ class HostTier(Service):
 
     def _lower_events(self, events: list[Event]) -> None:
         for event in events:
-            self.step(host.DiskEvent("0", event, event.tier))
+            self.step(host.LowerTierEvent("0", event, event.tier))
 
     def next_verb(self) -> int:
         """Return a number for a question to the core."""
@@ -211,9 +211,9 @@ class HostTier(Service):
                     self._pull(effect)
                 case host.AskFill():
                     self._fill(effect)
-                case host.AskDiskSnapshot(_, tier):
+                case host.AskLowerTierSnapshot(_, tier):
                     self._lower_snapshot(self._lower(tier))
-                case host.AskFates():
+                case host.AskDepartures():
                     self._fates(effect)
                 case host.MakeArena(size_bytes):
                     self._make_arena(size_bytes)
@@ -252,12 +252,12 @@ class HostTier(Service):
     def _lower(self, tier: Tier) -> LowerTier:
         return next(one for one in self.host.lower if one.tier == tier)
 
-    def _fates(self, effect: host.AskFates) -> None:
+    def _fates(self, effect: host.AskDepartures) -> None:
         """Ask what nothing waits for: lost, or late, or of a life that has ended."""
         lower = self._lower(effect.tier)
         names = hashes_from_hex(effect.request.hashes)
         reply = lower.core.view.fates(names, self.world.now_ms) if lower.up else None
-        told = host.FatesTold(effect.question, effect.instance, reply, effect.tier)
+        told = host.DeparturesTold(effect.question, effect.instance, reply, effect.tier)
         self.later(self.world.delay(5), partial(self.step, told))
 
     def _make_arena(self, size_bytes: int) -> None:
@@ -387,7 +387,7 @@ class HostTier(Service):
 
         def done(reply: object) -> None:
             good = LowerSnapshot.of(reply) if isinstance(reply, SnapshotReply) else None
-            self.step(host.DiskSnapshot("0", good, lower.tier))
+            self.step(host.LowerTierSnapshot("0", good, lower.tier))
 
         self.bus.request(self, lower, serve, done, limit_ms=SNAPSHOT_MS)
 

@@ -50,7 +50,6 @@ from kvbm_host_tier.core.messages import (
     ArenaInfo,
     AskFill,
     AttachPeer,
-    DiskEvent,
     Effect,
     EngineId,
     FillDone,
@@ -58,6 +57,7 @@ from kvbm_host_tier.core.messages import (
     FromEngine,
     Input,
     LeaseAsked,
+    LowerTierEvent,
     OfferReceived,
     PeerAttached,
     Publish,
@@ -362,24 +362,24 @@ class Host:
     def disk_stored(self, *wanted: int) -> None:
         """The disk tier announces a chain."""
         for event in self.disk.stored([on_disk(number) for number in wanted]):
-            self.step(DiskEvent("0", event))
+            self.step(LowerTierEvent("0", event))
 
     def object_stored(self, *wanted: int) -> None:
         """The object tier announces a chain."""
         for event in self.objects.stored([on_disk(number) for number in wanted]):
-            self.step(DiskEvent("0", event, "object"))
+            self.step(LowerTierEvent("0", event, "object"))
 
     def disk_removed(self, *wanted: int) -> None:
         """… or its loss."""
         for event in self.disk.removed([on_disk(number) for number in wanted], "evicted"):
-            self.step(DiskEvent("0", event))
+            self.step(LowerTierEvent("0", event))
 
     def disk_restarts(self) -> None:
         """A new life of the disk tier says so."""
         self.disk = Announcer(
             host="h", source="disk-tier-0", tier="disk", epoch=self.disk.epoch + 1
         )
-        self.step(DiskEvent("0", self.disk.cleared("start")))
+        self.step(LowerTierEvent("0", self.disk.cleared("start")))
 
     def filled(
         self, fill: AskFill, *missing: int, reason: str = "gone", namespace: str = DIGEST

@@ -25,11 +25,11 @@ from kvbm_host_tier.core.messages import (
     AskFill,
     AttachPeer,
     DetachPeer,
-    DiskEvent,
-    DiskSnapshot,
     Effect,
+    LowerTierEvent,
     LowerTierJoined,
     LowerTierLeft,
+    LowerTierSnapshot,
     PeerAttached,
     PeerFailed,
     PullSettled,
@@ -231,10 +231,10 @@ class Everything(RuleBasedStateMachine):
                 self.take(self.host.step(LowerTierJoined("0")))
                 reply = self.host.disk.snapshot([on_disk(number) for number in blocks])
                 self.host.step(
-                    DiskSnapshot("0", LowerSnapshot.of(reply) if len(blocks) > 1 else None)
+                    LowerTierSnapshot("0", LowerSnapshot.of(reply) if len(blocks) > 1 else None)
                 )
             case "stopped":
-                self.host.step(DiskEvent("0", self.host.disk.cleared("stop")))
+                self.host.step(LowerTierEvent("0", self.host.disk.cleared("stop")))
             case "restarted":
                 # What its old life was reading ended with it.
                 self.loans.clear()

@@ -42,11 +42,9 @@ from kvbm_host_tier.core.messages import (
     ArenaInfo,
     ArenaMade,
     ArenaRefused,
-    DiskEvent,
-    DiskSnapshot,
+    DeparturesTold,
     Effect,
     EngineId,
-    FatesTold,
     FillDone,
     FillFailed,
     FromEngine,
@@ -54,8 +52,10 @@ from kvbm_host_tier.core.messages import (
     LeaseAsked,
     LowerEventsLost,
     LowerInput,
+    LowerTierEvent,
     LowerTierJoined,
     LowerTierLeft,
+    LowerTierSnapshot,
     OfferReceived,
     PeerAttached,
     PeerFailed,
@@ -174,7 +174,7 @@ class HostTierCore:
                 self._offload.pull_failed(event, now_ms)
             case PullSettled(pull):
                 self._offload.pull_settled(pull)
-            case DiskEvent() | LowerTierJoined() | LowerTierLeft() | DiskSnapshot():
+            case LowerTierEvent() | LowerTierJoined() | LowerTierLeft() | LowerTierSnapshot():
                 self._lower_tier(event, now_ms)
             case LowerEventsLost():
                 self._outbox += self._below.events_lost(now_ms)
@@ -196,7 +196,7 @@ class HostTierCore:
                 self._engines.peer_attached(event)
             case PeerFailed():
                 self._engines.peer_failed(event)
-            case FatesTold():
+            case DeparturesTold():
                 self._explain.told(event, now_ms)
             case FilterFailed(generation):
                 self._findable.failed(generation, now_ms)
@@ -333,23 +333,23 @@ class HostTierCore:
                 self._outbox += view.joined(instance, now_ms, epoch)
             case LowerTierLeft(instance, _, epoch):
                 view.left(instance, epoch)
-            case DiskSnapshot(instance, snapshot):
+            case LowerTierSnapshot(instance, snapshot):
                 view.snapshot(instance, snapshot, now_ms)
-            case DiskEvent():
-                self._disk_event(event, now_ms)
+            case LowerTierEvent():
+                self._lower_tier_event(event, now_ms)
             case _:
                 assert_never(event)
 
-    def _disk_event(self, disk: DiskEvent, now_ms: int) -> None:
-        view = self._below.views[disk.tier]
-        known = view.epoch(disk.instance)
-        new, questions = view.apply(disk.instance, disk.event, now_ms)
+    def _lower_tier_event(self, told: LowerTierEvent, now_ms: int) -> None:
+        view = self._below.views[told.tier]
+        known = view.epoch(told.instance)
+        new, questions = view.apply(told.instance, told.event, now_ms)
         self._outbox += questions
-        if self._staging and disk.tier == "disk":
+        if self._staging and told.tier == "disk":
             self._counts["offload_blocks_d2d"] += new
         # A `cleared` is not enough: a dying life sends one, too, while its reads are in flight.
-        if 0 < known < disk.event.epoch:
-            self._fills.restarted(disk.tier, disk.instance)
+        if 0 < known < told.event.epoch:
+            self._fills.restarted(told.tier, told.instance)
 
     # --- time -------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from kvbm_common.wire.local import Outcome as ConnectorOutcome
 from kvbm_host_tier.core.explanation_ring import ExplanationRing
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.messages import AskFates, FatesTold
+from kvbm_host_tier.core.messages import AskDepartures, DeparturesTold
 from kvbm_host_tier.core.miss_reason import EXPLANATION, Looked, LookedState, Missed, MissReasons
 
 OPEN_MAX = 1_024
@@ -147,11 +147,11 @@ class Explain:
         self._number += 1
         request = FatesRequest(hashes=hashes_to_hex(names))
         for tier, instance in sources:
-            self._emit(AskFates(self._number, instance, request, tier))
+            self._emit(AskDepartures(self._number, instance, request, tier))
         if not sources:
             self._close_question(now_ms)
 
-    def told(self, told: FatesTold, now_ms: int) -> None:
+    def told(self, told: DeparturesTold, now_ms: int) -> None:
         """Take a lower tier's answer in, or that it gave no answer."""
         assert told.question <= self._number
         question = self._question

@@ -30,7 +30,7 @@ from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.lower_source import LowerSource
-from kvbm_host_tier.core.messages import AskDiskSnapshot
+from kvbm_host_tier.core.messages import AskLowerTierSnapshot
 from kvbm_host_tier.core.replay import BlockChange, Replay, change_of, pieces_of
 
 AVOID_MS = 30_000
@@ -50,7 +50,7 @@ ANY: Namespaces = frozenset()
 
 
 class LowerTierView:
-    """Block → the instance of the disk tier that has it. One view for each medium."""
+    """The blocks of one medium below: block → the instance of the lower tier that has it."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class LowerTierView:
         assert for_ms > 0, f"{name.hex()} is avoided for {for_ms} ms"
         self._failed.add(name, now_ms + for_ms)
 
-    def joined(self, instance: str, now_ms: int = 0, epoch: int = 0) -> list[AskDiskSnapshot]:
+    def joined(self, instance: str, now_ms: int = 0, epoch: int = 0) -> list[AskLowerTierSnapshot]:
         """Note that the registry names a life of a disk tier, or 0: one that is not known.
 
         A snapshot is requested, unless its blocks are known, or this life was named before. A lower
@@ -171,7 +171,7 @@ class LowerTierView:
         source.next_request_ms = min(source.next_request_ms, now_ms)
         return self._ask(instance, now_ms)
 
-    def events_lost(self, now_ms: int) -> list[AskDiskSnapshot]:
+    def events_lost(self, now_ms: int) -> list[AskLowerTierSnapshot]:
         """Ask every instance that is there for a snapshot: events may be lost without a gap.
 
         The next event in order proves nothing: it may have come before the loss, and have waited.
@@ -197,7 +197,7 @@ class LowerTierView:
 
     def apply(
         self, instance: str, event: Event, now_ms: int = 0
-    ) -> tuple[int, list[AskDiskSnapshot]]:
+    ) -> tuple[int, list[AskLowerTierSnapshot]]:
         """Take an event; returns how many blocks are new, and what to ask for after a gap."""
         source = self._source_of(instance)
         if source.is_late(event.epoch):
@@ -228,7 +228,7 @@ class LowerTierView:
         return new, self._ask(instance, now_ms)
 
     def snapshot(self, instance: str, snapshot: LowerSnapshot | None, now_ms: int = 0) -> None:
-        """Take the answer to AskDiskSnapshot; None: there was none.
+        """Take the answer to AskLowerTierSnapshot; None: there was none.
 
         Events that have overtaken it have waited, and are applied once more on top.
         """
@@ -262,7 +262,7 @@ class LowerTierView:
         """Tell whether no instance misses events, and no part of the work is left."""
         return self.is_current and not self._replays and self._blocks.is_settled
 
-    def tick(self, now_ms: int) -> list[AskDiskSnapshot]:
+    def tick(self, now_ms: int) -> list[AskLowerTierSnapshot]:
         """Do the next part of the work, and return the questions that are due again: a quiet
         instance sends no event that asks."""
         self._work(self._piece)
@@ -283,12 +283,12 @@ class LowerTierView:
             source = self._sources[instance] = LowerSource(loss_overtakes=True)
         return source
 
-    def _ask(self, instance: str, now_ms: int) -> list[AskDiskSnapshot]:
+    def _ask(self, instance: str, now_ms: int) -> list[AskLowerTierSnapshot]:
         source = self._sources[instance]
         if instance in self._replays or not source.should_request(now_ms):
             return []  # Before another snapshot comes, the last one is taken in.
         source.begin_request(now_ms)
-        return [AskDiskSnapshot(instance, self._tier)]
+        return [AskLowerTierSnapshot(instance, self._tier)]
 
     def _ready(self, source: LowerSource, now_ms: int) -> list[BlockChange]:
         """Return the changes that are next in order, with those that waited for them."""

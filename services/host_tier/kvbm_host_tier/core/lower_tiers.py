@@ -11,7 +11,7 @@ from kvbm_common.wire.events import Tier
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_tier_view import ANY, LowerTierView, Namespaces
-from kvbm_host_tier.core.messages import AskDiskSnapshot
+from kvbm_host_tier.core.messages import AskLowerTierSnapshot
 
 LOWER: tuple[Tier, ...] = ("disk", "object")
 """The media below, the nearest first: a block in both is read from the first one."""
@@ -93,11 +93,11 @@ class LowerTiers:
         views = (v for v in self.views.values() if name in v and not v.is_others(name, own))
         return next((view.block_bytes(name) for view in views), 0)
 
-    def events_lost(self, now_ms: int) -> list[AskDiskSnapshot]:
+    def events_lost(self, now_ms: int) -> list[AskLowerTierSnapshot]:
         """Ask every instance for a snapshot: events may be lost, and leave no gap."""
         return [asked for view in self.views.values() for asked in view.events_lost(now_ms)]
 
-    def tick(self, now_ms: int) -> list[AskDiskSnapshot]:
+    def tick(self, now_ms: int) -> list[AskLowerTierSnapshot]:
         """Do the next part of the work, and return the questions that are due again."""
         return [question for view in self.views.values() for question in view.tick(now_ms)]
 

@@ -118,11 +118,8 @@ class PullSettled:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskEvent:
-    """A disk tier of this host announced something; `instance` answers fills for its blocks.
-
-    `tier`, here and below: an object tier is to us as a disk tier is.
-    """
+class LowerTierEvent:
+    """A lower tier of this host announced something; `instance` answers fills for its blocks."""
 
     instance: str
     event: Event
@@ -131,7 +128,7 @@ class DiskEvent:
 
 @dataclass(frozen=True, slots=True)
 class LowerTierJoined:
-    """A disk tier of this host has joined, or the registry names it again, perhaps in another
+    """A lower tier of this host has joined, or the registry names it again, perhaps in another
     life."""
 
     instance: str
@@ -142,7 +139,7 @@ class LowerTierJoined:
 
 @dataclass(frozen=True, slots=True)
 class LowerTierLeft:
-    """… or has left, or died."""
+    """A lower tier of this host has left, or died."""
 
     instance: str
     tier: Tier = "disk"
@@ -156,8 +153,8 @@ class LowerEventsLost:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskSnapshot:
-    """The blocks that a disk tier holds; None: it did not answer."""
+class LowerTierSnapshot:
+    """The blocks that a lower tier holds; None: it did not answer."""
 
     instance: str
     snapshot: LowerSnapshot | None
@@ -166,7 +163,7 @@ class DiskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class FillDone:
-    """A disk tier has answered a fill."""
+    """A lower tier has answered a fill."""
 
     fill: int
     reply: FillReply
@@ -174,7 +171,7 @@ class FillDone:
 
 @dataclass(frozen=True, slots=True)
 class FillFailed:
-    """A fill got no answer. Unless `settled`, the disk tier may still be reading into the slots."""
+    """A fill got no answer. Unless `settled`, the lower tier may still read into the slots."""
 
     fill: int
     reason: str
@@ -223,7 +220,7 @@ class AdminAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class FatesTold:
+class DeparturesTold:
     """A lower tier's answer about missed blocks; None: it has not answered."""
 
     question: int
@@ -237,7 +234,7 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-LowerInput = DiskEvent | LowerTierJoined | LowerTierLeft | DiskSnapshot
+LowerInput = LowerTierEvent | LowerTierJoined | LowerTierLeft | LowerTierSnapshot
 Input = (
     ArenaMade
     | ArenaRefused
@@ -255,7 +252,7 @@ Input = (
     | LeaseAsked
     | ReleaseAsked
     | AdminAsked
-    | FatesTold
+    | DeparturesTold
     | FilterFailed
     | PeerInput
     | ScrubInput
@@ -336,16 +333,16 @@ class AskFill:
 
 
 @dataclass(frozen=True, slots=True)
-class AskDiskSnapshot:
-    """Ask a disk tier what it holds; ends in DiskSnapshot."""
+class AskLowerTierSnapshot:
+    """Ask a lower tier what it holds; ends in LowerTierSnapshot."""
 
     instance: str
     tier: Tier = "disk"
 
 
 @dataclass(frozen=True, slots=True)
-class AskFates:
-    """Ask a lower tier what became of blocks; ends in FatesTold."""
+class AskDepartures:
+    """Ask a lower tier what became of blocks; ends in DeparturesTold."""
 
     question: int
     instance: str
@@ -382,8 +379,8 @@ Effect = (
     | DetachPeer
     | StartPull
     | AskFill
-    | AskDiskSnapshot
-    | AskFates
+    | AskLowerTierSnapshot
+    | AskDepartures
     | Answer
     | Publish
     | TellHits

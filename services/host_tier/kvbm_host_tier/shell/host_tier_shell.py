@@ -36,9 +36,9 @@ from kvbm_host_tier.core.messages import (
     ArenaInfo,
     ArenaMade,
     ArenaRefused,
-    AskDiskSnapshot,
-    AskFates,
+    AskDepartures,
     AskFill,
+    AskLowerTierSnapshot,
     AttachPeer,
     DetachPeer,
     Effect,
@@ -266,9 +266,9 @@ class HostTierShell:
                 return self._puller.pull(effect)
             case AskFill():
                 return self._spans.fill(effect, self._below.fill)
-            case AskDiskSnapshot(instance, tier):
+            case AskLowerTierSnapshot(instance, tier):
                 return self._below.snapshot(instance, tier)
-            case AskFates():
+            case AskDepartures():
                 return self._below.fates(effect)
             case Answer(reply_to, reply):
                 self._answers.give(reply_to, reply)

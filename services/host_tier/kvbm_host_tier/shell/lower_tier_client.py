@@ -34,14 +34,14 @@ from kvbm_common.wire.verbs import (
 from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.lower_tiers import tier_of
 from kvbm_host_tier.core.messages import (
-    AskFates,
+    AskDepartures,
     AskFill,
-    DiskEvent,
-    DiskSnapshot,
-    FatesTold,
+    DeparturesTold,
     FillDone,
     FillFailed,
     LowerEventsLost,
+    LowerTierEvent,
+    LowerTierSnapshot,
 )
 
 FILL_MARGIN_S = 0.5
@@ -63,7 +63,7 @@ class LowerTierClient:
         self._limiter = OncePerKind(log)
 
     async def follow(
-        self, take: Callable[[DiskEvent], bool], lost: Callable[[LowerEventsLost], None]
+        self, take: Callable[[LowerTierEvent], bool], lost: Callable[[LowerEventsLost], None]
     ) -> None:
         """Give every event of a lower tier of this host to `take`, until cancelled.
 
@@ -81,7 +81,7 @@ class LowerTierClient:
                 for message in batch:
                     self._events(message.subject, message.payload, take)
 
-    def _events(self, subject: str, payload: bytes, take: Callable[[DiskEvent], bool]) -> None:
+    def _events(self, subject: str, payload: bytes, take: Callable[[LowerTierEvent], bool]) -> None:
         source = subject.split(".")[-2]
         found = tier_of(source)
         if found is None:
@@ -95,7 +95,7 @@ class LowerTierClient:
             self._limiter.warning(error.kind, f"an event on {subject} was dropped: {error}")
             return
         for event in events:
-            if not take(DiskEvent(instance, event, tier)):
+            if not take(LowerTierEvent(instance, event, tier)):
                 self._dropped.labels(reason="inbox_full").inc()
 
     async def fill(self, effect: AskFill) -> FillDone | FillFailed:
@@ -116,7 +116,7 @@ class LowerTierClient:
             # The request may have left before the connection broke.
             return FillFailed(effect.fill, error.code, settled=False)
 
-    async def snapshot(self, instance: str, tier: Tier) -> DiskSnapshot:
+    async def snapshot(self, instance: str, tier: Tier) -> LowerTierSnapshot:
         """Ask an instance what it holds, and read it page by page; without an answer it is None."""
         ask = functools.partial(
             self._context.bus.request,
@@ -127,15 +127,15 @@ class LowerTierClient:
             snapshot: LowerSnapshot | None = None
             async for page in ask_pages(ask, SnapshotRequest(source=f"{tier}-tier-{instance}")):
                 snapshot = LowerSnapshot.of(page, before=snapshot)
-            return DiskSnapshot(instance, snapshot, tier)
+            return LowerTierSnapshot(instance, snapshot, tier)
         except KvbmError as error:
             log.warning("no snapshot of %s tier %s: %s", tier, instance, error)
-            return DiskSnapshot(instance, None, tier)
+            return LowerTierSnapshot(instance, None, tier)
 
     def _verb(self, tier: Tier, instance: str, verb: str) -> str:
         return verb_subject(f"{tier}-tier", verb, host=self._context.host, instance=instance)
 
-    async def fates(self, effect: AskFates) -> FatesTold:
+    async def fates(self, effect: AskDepartures) -> DeparturesTold:
         """Ask what became of blocks. Without an answer a miss is explained by what is known."""
         subject = self._verb(effect.tier, effect.instance, "fates")
         try:
@@ -146,4 +146,4 @@ class LowerTierClient:
         except KvbmError as error:
             self._limiter.warning(error.label, f"{subject}: {error}")
             reply = None
-        return FatesTold(effect.question, effect.instance, reply, effect.tier)
+        return DeparturesTold(effect.question, effect.instance, reply, effect.tier)

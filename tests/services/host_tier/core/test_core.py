@@ -13,14 +13,14 @@ from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import (
     Answer,
     ArenaInfo,
-    AskDiskSnapshot,
     AskFill,
-    DiskEvent,
-    DiskSnapshot,
+    AskLowerTierSnapshot,
     LeaseAsked,
     LowerEventsLost,
+    LowerTierEvent,
     LowerTierJoined,
     LowerTierLeft,
+    LowerTierSnapshot,
     Publish,
     StartPull,
 )
@@ -190,8 +190,8 @@ def test_leases_of_two_lives_have_different_ids() -> None:
 def test_a_disk_tier_that_joins_is_asked_what_it_holds() -> None:
     """And its blocks can be had from then on, until it leaves."""
     host = Host()
-    assert host.step(LowerTierJoined("0")) == [AskDiskSnapshot("0")]
-    host.step(DiskSnapshot("0", LowerSnapshot.of(host.disk.snapshot([on_disk(1)]))))
+    assert host.step(LowerTierJoined("0")) == [AskLowerTierSnapshot("0")]
+    host.step(LowerTierSnapshot("0", LowerSnapshot.of(host.disk.snapshot([on_disk(1)]))))
     assert of(host.look_up(1), AskFill)
     host.step(LowerTierLeft("0"))
     assert host.found(host.look_up(2)).reason == "not_stored"
@@ -202,11 +202,11 @@ def test_a_stream_that_has_lost_events_is_mended_by_a_snapshot_of_each_lower_tie
     """What was lost was the last that the tier has said: no gap shows it."""
     host = Host()
     host.disk_stored(1)
-    assert host.step(LowerEventsLost()) == [AskDiskSnapshot("0")]
+    assert host.step(LowerEventsLost()) == [AskLowerTierSnapshot("0")]
     host.disk_stored(2)  # It waited in the inbox, or came after the loss: both prove nothing.
     assert of(host.look_up(2), AskFill)
     snapshot = host.disk.snapshot([on_disk(number) for number in (1, 2, 3)])
-    host.step(DiskSnapshot("0", LowerSnapshot.of(snapshot)))
+    host.step(LowerTierSnapshot("0", LowerSnapshot.of(snapshot)))
     assert of(host.look_up(3), AskFill)
     host.step(LowerTierLeft("0"))
     assert host.step(LowerEventsLost()) == []
@@ -219,7 +219,7 @@ def test_the_last_words_of_a_disk_tier_that_has_left_bring_no_ghost() -> None:
     host.step(LowerTierLeft("0"))
     host.disk_stored(2)
     host.disk_stored(3)
-    assert not of(host.wait(3_600_000), AskDiskSnapshot)
+    assert not of(host.wait(3_600_000), AskLowerTierSnapshot)
     host.attach(life=2)
     assert not of(host.look_up(2, life=2), AskFill)
     assert host.core.view.is_quiet
@@ -231,7 +231,7 @@ def test_a_gap_in_a_disk_tiers_events_is_asked_about() -> None:
     host.disk_stored(1)
     host.disk.stored([on_disk(2)])
     [event] = host.disk.stored([on_disk(3)])
-    assert host.step(DiskEvent("0", event)) == [AskDiskSnapshot("0")]
+    assert host.step(LowerTierEvent("0", event)) == [AskLowerTierSnapshot("0")]
 
 
 # --- figures ------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from kvbm_common.wire.local import Lookup, Outcome
 from kvbm_host_tier.core import explain, miss_reason
 from kvbm_host_tier.core.messages import (
     AdminAsked,
-    AskFates,
+    AskDepartures,
     AskFill,
-    DiskSnapshot,
+    DeparturesTold,
     Effect,
-    FatesTold,
     LowerTierJoined,
     LowerTierLeft,
+    LowerTierSnapshot,
     StartPull,
 )
 from kvbm_host_tier.core.peer_messages import AskHolders, PullFromPeer
@@ -72,11 +72,11 @@ def missed_counts(host: Host) -> dict[str, int]:
     return {k.removeprefix("missed_blocks."): n for k, n in counts.items() if "missed_b" in k}
 
 
-def answer_fates(host: Host, effect: AskFates, *entries: FateEntry) -> None:
+def answer_fates(host: Host, effect: AskDepartures, *entries: FateEntry) -> None:
     """A lower tier tells, one for each block that was asked for."""
     assert len(entries) == len(effect.request.hashes)
     reply = FatesReply(fates=list(entries))
-    host.step(FatesTold(effect.question, effect.instance, reply, effect.tier))
+    host.step(DeparturesTold(effect.question, effect.instance, reply, effect.tier))
 
 
 def evicted(*, disk: Sequence[int] = ()) -> Host:
@@ -267,7 +267,7 @@ def test_the_disk_has_evicted_it_and_names_the_policy() -> None:
     host.disk_removed(1)
     ask(host, "r", 1)
     assert misses(host, "r") == [(1, "evicted", "disk")]
-    [question] = of(host.wait(50), AskFates)
+    [question] = of(host.wait(50), AskDepartures)
     answer_fates(host, question, FateEntry(why="evicted", ago_ms=300, detail="prefix"))
     [segment] = told(host, "r").segments
     assert (segment.tier, segment.policy) == ("disk", "prefix")
@@ -280,7 +280,7 @@ def test_what_the_filter_kept_from_the_disk() -> None:
     host = evicted(disk=[7])
     ask(host, "r", 1, 2)
     ask(host, "s", 2)
-    [question] = of(host.wait(50), AskFates)
+    [question] = of(host.wait(50), AskDepartures)
     assert question.request.hashes == [name(1).hex(), name(2).hex()]
     filtered = FateEntry(why="filtered", detail="count 1 of 2")
     answer_fates(host, question, filtered, FateEntry(why="waiting", detail="its write"))
@@ -288,16 +288,16 @@ def test_what_the_filter_kept_from_the_disk() -> None:
     assert misses(host, "s") == [(1, "not_written", "disk")]
     detail = told(host, "r").segments[0].detail
     assert detail == "count 1 of 2; left host memory by lru"
-    assert not of(host.wait(50), AskFates)
+    assert not of(host.wait(50), AskDepartures)
 
 
 def test_a_disk_that_has_nothing_yet_is_asked_as_well() -> None:
     """It has joined and its snapshot got lost: what it has filtered, it knows all the same."""
     host = evicted()
     host.step(LowerTierJoined("0"))
-    host.step(DiskSnapshot("0", None))
+    host.step(LowerTierSnapshot("0", None))
     ask(host, "r", 1)
-    assert of(host.wait(50), AskFates)
+    assert of(host.wait(50), AskDepartures)
 
 
 def test_a_lower_tier_that_is_silent_keeps_nobody_waiting() -> None:
@@ -305,7 +305,7 @@ def test_a_lower_tier_that_is_silent_keeps_nobody_waiting() -> None:
     host = evicted(disk=[7])
     ask(host, "r", 1)
     assert misses(host, "r") == [(1, "evicted", "host")]
-    [question] = of(host.wait(50), AskFates)
+    [question] = of(host.wait(50), AskDepartures)
     assert host.core.view.explanation_count == 0
     host.wait(explain.TOLD_WITHIN_MS)
     assert host.core.view.explanation_count == 1
@@ -320,7 +320,7 @@ def test_two_lower_tiers_are_heard() -> None:
     host = evicted(disk=[7])
     host.object_stored(8)
     ask(host, "r", 1)
-    disk, bucket = of(host.wait(50), AskFates)
+    disk, bucket = of(host.wait(50), AskDepartures)
     answer_fates(host, disk, FateEntry(why="filtered"))
     answer_fates(host, bucket, FateEntry(why="surplus", ago_ms=10))
     [segment] = told(host, "r").segments

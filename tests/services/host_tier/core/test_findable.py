@@ -23,12 +23,12 @@ from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import (
     AskFill,
-    DiskSnapshot,
     Effect,
     FromEngine,
     Input,
     LowerTierJoined,
     LowerTierLeft,
+    LowerTierSnapshot,
     Publish,
 )
 from kvbm_host_tier.core.peer_messages import AskHolders, HoldersTold, PeerJoined, PeerLeft
@@ -144,7 +144,7 @@ def test_a_snapshot_and_the_end_of_a_tier_are_followed() -> None:
     host = FilteredHost()
     host.step(LowerTierJoined("0"))
     held = host.disk.snapshot([on_disk(1), on_disk(2)])
-    host.step(DiskSnapshot("0", LowerSnapshot.of(held)))
+    host.step(LowerTierSnapshot("0", LowerSnapshot.of(held)))
     assert [host.denies(n) for n in (1, 2)] == [False, False]
     host.disk_removed(1)
     assert [host.denies(n) for n in (1, 2)] == [True, False]

@@ -15,13 +15,13 @@ from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.lower_tier_view import LowerTierView
 from kvbm_host_tier.core.messages import (
-    AskDiskSnapshot,
-    DiskEvent,
-    DiskSnapshot,
+    AskLowerTierSnapshot,
     Effect,
     Input,
+    LowerTierEvent,
     LowerTierJoined,
     LowerTierLeft,
+    LowerTierSnapshot,
     Tick,
 )
 
@@ -83,7 +83,7 @@ def restarts(host: LargeHost) -> None:
 
 
 def is_cleared(host: LargeHost) -> None:
-    host.step(DiskEvent("0", host.disk.cleared("reset")))
+    host.step(LowerTierEvent("0", host.disk.cleared("reset")))
 
 
 @pytest.mark.parametrize("ends", [leaves, restarts, is_cleared])
@@ -103,7 +103,7 @@ def test_a_snapshot_is_taken_in_by_parts() -> None:
     host = LargeHost()
     held = LowerSnapshot.of(host.disk.snapshot([on_disk(number) for number in range(1, MANY + 1)]))
     host.step(LowerTierJoined("0"))
-    host.step(DiskSnapshot("0", held))
+    host.step(LowerTierSnapshot("0", held))
     assert PIECE <= host.known < MANY
     assert host.work() > 1
     assert host.known == MANY
@@ -114,10 +114,13 @@ def test_until_a_snapshot_is_taken_in_what_was_there_before_is_believed() -> Non
     """A gap is healed: blocks are found on, and what the snapshot lacks is gone at its end."""
     host = large()
     host.disk.seq += 1
-    [ask] = of(host.step(DiskEvent("0", host.disk.stored([on_disk(MANY + 1)])[0])), AskDiskSnapshot)
+    [ask] = of(
+        host.step(LowerTierEvent("0", host.disk.stored([on_disk(MANY + 1)])[0])),
+        AskLowerTierSnapshot,
+    )
     kept = range(2, MANY, 2)
     held = LowerSnapshot.of(host.disk.snapshot([on_disk(number) for number in kept]))
-    host.step(DiskSnapshot(ask.instance, held))
+    host.step(LowerTierSnapshot(ask.instance, held))
     assert host.known == MANY + 1
     host.work()
     assert host.known == len(kept)
@@ -133,7 +136,7 @@ def test_events_that_waited_for_a_snapshot_are_said_again_in_parts() -> None:
     host.step(LowerTierJoined("0"))
     host.disk_stored(*range(1, MANY + 1))
     host.disk_removed(7)
-    host.step(DiskSnapshot("0", held))
+    host.step(LowerTierSnapshot("0", held))
     while not host.core.view.is_quiet:
         assert not host.core.view.may_find(name(7))
         host.step(Tick())
@@ -318,7 +321,7 @@ class Follower:
         disk.named = epoch or disk.voice.epoch
         self.asked(self.view.joined(disk.instance, self.now_ms, disk.named))
 
-    def asked(self, questions: Sequence[AskDiskSnapshot]) -> None:
+    def asked(self, questions: Sequence[AskLowerTierSnapshot]) -> None:
         for question in questions:
             self.disks[int(question.instance)].answers.append(None)
 

@@ -18,7 +18,7 @@ from kvbm_host_tier.core.lower_tier_view import (
     LowerTierView,
 )
 from kvbm_host_tier.core.lower_tiers import LowerTiers, tier_of
-from kvbm_host_tier.core.messages import AskDiskSnapshot
+from kvbm_host_tier.core.messages import AskLowerTierSnapshot
 
 from tests.libs.lost_events import Follower, Move, block, plays
 from tests.services.host_tier.helpers import name, on_disk
@@ -65,8 +65,8 @@ def test_hits_are_told_while_any_tier_lacks_the_block() -> None:
 def test_each_tier_is_asked_for_its_own_snapshot() -> None:
     """They are told apart by the tier, not by the instance."""
     below = LowerTiers()
-    assert below.views["disk"].joined("0") == [AskDiskSnapshot("0", "disk")]
-    assert below.views["object"].joined("0") == [AskDiskSnapshot("0", "object")]
+    assert below.views["disk"].joined("0") == [AskLowerTierSnapshot("0", "disk")]
+    assert below.views["object"].joined("0") == [AskLowerTierSnapshot("0", "object")]
     below.views["object"].left("0")
     assert below.views["disk"].is_followed
 
@@ -157,7 +157,7 @@ def test_a_gap_asks_for_a_snapshot_once() -> None:
     source = disk()
     view = following(source, 1)
     stored(source, 2)
-    assert view.apply("0", stored(source, 3)) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(source, 3)) == (1, [AskLowerTierSnapshot("0")])
     stored(source, 4)
     assert view.apply("0", stored(source, 5)) == (1, [])
     view.snapshot("0", snapshot(source, 1, 2, 3, 4, 5))
@@ -170,7 +170,7 @@ def test_who_comes_late_asks_for_what_was_before() -> None:
     source = disk()
     stored(source, 1)
     view = LowerTierView()
-    assert view.joined("0") == [AskDiskSnapshot("0")]
+    assert view.joined("0") == [AskLowerTierSnapshot("0")]
     assert view.joined("0") == [], "one question at a time"
     view.snapshot("0", snapshot(source, 1))
     assert content(view) == {1}
@@ -220,7 +220,7 @@ def test_no_snapshot_changes_nothing_and_may_be_asked_again() -> None:
     view.joined("0")
     view.snapshot("0", None)
     assert content(view) == {1}
-    assert view.joined("0") == [AskDiskSnapshot("0")]
+    assert view.joined("0") == [AskLowerTierSnapshot("0")]
 
 
 def test_a_new_life_begins_empty() -> None:
@@ -237,7 +237,7 @@ def test_a_new_life_begins_empty() -> None:
 def test_a_new_life_whose_first_word_got_lost_has_none_of_the_old_blocks() -> None:
     """Event 2 of life 2 comes, event 1 has not: what life 1 had is gone all the same."""
     view = following(disk(), 1)
-    assert view.apply("0", stored(disk(epoch=2), 5)) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(disk(epoch=2), 5)) == (1, [AskLowerTierSnapshot("0")])
     assert content(view) == {5}
 
 
@@ -246,7 +246,7 @@ def test_a_missing_event_that_comes_late_is_applied_below_what_has_waited() -> N
     source = disk()
     view = following(source)
     late = stored(source, 1, 2)
-    assert view.apply("0", removed(source, 1)) == (0, [AskDiskSnapshot("0")])
+    assert view.apply("0", removed(source, 1)) == (0, [AskLowerTierSnapshot("0")])
     assert view.apply("0", late) == (2, [])
     assert content(view) == {2}
     view.snapshot("0", snapshot(source))
@@ -283,14 +283,14 @@ def test_a_snapshot_that_did_not_come_is_asked_for_again_after_a_pause() -> None
     source = disk()
     view = following(source)
     stored(source, 1)
-    assert view.joined("0", 0) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 0) == [AskLowerTierSnapshot("0")]
     view.snapshot("0", None, 0)
     assert view.apply("0", stored(source, 2), 499) == (1, [])
-    assert view.apply("0", stored(source, 3), 500) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(source, 3), 500) == (1, [AskLowerTierSnapshot("0")])
     assert view.apply("0", stored(source, 4), 9_999) == (1, [])
     view.snapshot("0", None, 10_000)
     assert view.apply("0", stored(source, 5), 10_999) == (1, [])
-    assert view.apply("0", stored(source, 6), 11_000) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(source, 6), 11_000) == (1, [AskLowerTierSnapshot("0")])
     view.snapshot("0", snapshot(source, 1, 2, 3, 4, 5, 6), 11_000)
     assert view.apply("0", stored(source, 7), 99_999) == (1, [])
     assert content(view) == {1, 2, 3, 4, 5, 6, 7}
@@ -301,10 +301,10 @@ def test_a_malformed_event_or_snapshot_is_passed_over_and_asked_about() -> None:
     source = disk()
     view = following(source, 1)
     wrong = msgspec.structs.replace(source.removed([on_disk(1)], "evicted")[0], hashes=["no"])
-    assert view.apply("0", wrong) == (0, [AskDiskSnapshot("0")])
+    assert view.apply("0", wrong) == (0, [AskLowerTierSnapshot("0")])
     view.snapshot("0", None)  # As if nothing had come: the shell has read a bad hash.
     assert content(view) == {1}
-    assert view.apply("0", stored(source, 3), 500) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(source, 3), 500) == (1, [AskLowerTierSnapshot("0")])
     view.snapshot("0", snapshot(source, 3), 500)
     assert content(view) == {3}
 
@@ -316,10 +316,10 @@ def test_a_malformed_event_that_waits_is_passed_over_as_well() -> None:
     early = snapshot(source, 1)
     stored(source, 1)
     wrong = msgspec.structs.replace(source.removed([on_disk(1)], "evicted")[0], hashes=["no"])
-    assert view.apply("0", wrong) == (0, [AskDiskSnapshot("0")])
+    assert view.apply("0", wrong) == (0, [AskLowerTierSnapshot("0")])
     view.snapshot("0", early)
     assert content(view) == {1}
-    assert view.apply("0", stored(source, 2), 500) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(source, 2), 500) == (1, [AskLowerTierSnapshot("0")])
     view.snapshot("0", snapshot(source, 2), 500)
     assert content(view) == {2}
 
@@ -371,7 +371,7 @@ def test_an_event_that_was_under_way_brings_no_instance_back() -> None:
         assert view.apply("0", event) == (0, [])
     assert (content(view), view.instances, view.is_followed) == (set(), [], False)
     assert view.tick(3_600_000) == []
-    assert view.joined("0", 3_600_000) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 3_600_000) == [AskLowerTierSnapshot("0")]
     view.snapshot("0", snapshot(source, 2), 3_600_000)
     assert (content(view), view.is_current) == ({2}, True)
     view.left("0")
@@ -468,7 +468,7 @@ def test_the_registered_life_answers_with_a_lower_epoch() -> None:
     """It is silent at first, and what the life before said last is not there any more."""
     before, today = disk(epoch=9), disk(epoch=3)
     view = following(before, 1)
-    assert view.joined("0", 0, 3) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 0, 3) == [AskLowerTierSnapshot("0")]
     view.snapshot("0", snapshot(today, 2))
     assert (content(view), view.epoch("0"), view.is_current) == ({2}, 3, True)
     view.check()
@@ -483,7 +483,7 @@ def test_a_life_that_stops_late_does_not_hide_the_registered_one() -> None:
     before, today = disk(epoch=9), disk(epoch=3)
     view = following(today, 1)
     assert view.joined("0", 0, 3) == [], "all is known of it"
-    assert view.apply("0", before.cleared("stop")) == (0, [AskDiskSnapshot("0")])
+    assert view.apply("0", before.cleared("stop")) == (0, [AskLowerTierSnapshot("0")])
     view.snapshot("0", snapshot(today, 1))
     assert (content(view), view.epoch("0"), view.is_current) == ({1}, 3, True)
 
@@ -495,7 +495,7 @@ def test_an_event_of_the_registered_life_ends_another_one() -> None:
     view.joined("0", 0, 3)
     view.apply("0", stored(before, 5))
     view.snapshot("0", None)
-    assert view.apply("0", stored(today, 2)) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(today, 2)) == (1, [AskLowerTierSnapshot("0")])
     assert content(view) == {2}
     view.snapshot("0", snapshot(today, 1, 2))
     assert (content(view), view.epoch("0"), view.is_current) == ({1, 2}, 3, True)
@@ -507,7 +507,7 @@ def test_a_life_that_is_named_again_while_another_is_followed_is_asked() -> None
     view.joined("0", 0, 3)
     view.snapshot("0", snapshot(before, 1))
     assert view.is_current, "the other one has answered"
-    assert view.joined("0", 0, 3) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 0, 3) == [AskLowerTierSnapshot("0")]
     view.snapshot("0", snapshot(today, 2))
     assert (content(view), view.epoch("0")) == ({2}, 3)
 
@@ -517,7 +517,7 @@ def test_the_late_entry_of_an_old_life_does_not_end_a_newer_one() -> None:
     newer one. 3. The entry of that one comes, and nothing of the old life counts."""
     old, newer = disk(epoch=3), disk(epoch=9)
     view = following(newer, 1)
-    assert view.joined("0", 0, 3) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 0, 3) == [AskLowerTierSnapshot("0")]
     assert content(view) == {1}
     view.snapshot("0", snapshot(newer, 1))
     assert (content(view), view.epoch("0"), view.is_current) == ({1}, 9, True)
@@ -535,13 +535,13 @@ def test_an_answer_from_before_the_entry_of_a_life_with_a_lower_epoch_is_not_the
     lack them, or be the answer of the life before."""
     before, today = disk(epoch=9), disk(epoch=3)
     view = LowerTierView()
-    assert view.joined("0", 0, 9) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 0, 9) == [AskLowerTierSnapshot("0")]
     view.apply("0", stored(before, 1))
     answer = snapshot(before, 1) if answers_as == 9 else snapshot(today)
     view.apply("0", stored(today, 2))
     assert view.joined("0", 1, 3) == []
     view.snapshot("0", answer, 2)
-    assert view.tick(2) == [AskDiskSnapshot("0")]
+    assert view.tick(2) == [AskLowerTierSnapshot("0")]
     view.snapshot("0", snapshot(today, 2), 3)
     assert (content(view), view.epoch("0"), view.is_current) == ({2}, 3, True)
 
@@ -555,7 +555,7 @@ def test_a_registered_life_that_has_left_is_believed_no_more() -> None:
     view.snapshot("0", snapshot(today, 2))
     assert view.apply("0", stored(today, 2)) == (0, [])
     assert (content(view), view.instances) == (set(), [])
-    assert view.joined("0", 0, 4) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 0, 4) == [AskLowerTierSnapshot("0")]
     view.snapshot("0", snapshot(following_life, 5))
     assert (content(view), view.epoch("0"), view.is_current) == ({5}, 4, True)
 
@@ -564,7 +564,7 @@ def test_a_life_that_is_named_again_is_not_asked_again() -> None:
     """Each change of its entry names it."""
     source = disk()
     view = LowerTierView()
-    assert view.joined("0", 0, 1) == [AskDiskSnapshot("0")]
+    assert view.joined("0", 0, 1) == [AskLowerTierSnapshot("0")]
     view.snapshot("0", snapshot(source, 1))
     assert view.joined("0", 0, 1) == []
     assert view.is_current
@@ -607,7 +607,7 @@ class Viewer(Follower):
     def held(self) -> set[SequenceHash]:
         return {block(number).hash for number in range(20) if block(number).hash in self.view}
 
-    def note(self, questions: list[AskDiskSnapshot]) -> None:
+    def note(self, questions: list[AskLowerTierSnapshot]) -> None:
         """Note a question, and check the view."""
         assert not (self.asked and questions), "a question is in flight"
         self.asked = self.asked or bool(questions)

@@ -22,12 +22,12 @@ from kvbm_host_tier.core.lower_snapshot import LowerSnapshot
 from kvbm_host_tier.core.messages import (
     AdminAsked,
     Answer,
-    AskDiskSnapshot,
     AskFill,
-    DiskEvent,
-    DiskSnapshot,
+    AskLowerTierSnapshot,
     Effect,
+    LowerTierEvent,
     LowerTierJoined,
+    LowerTierSnapshot,
     StartPull,
     TellHits,
 )
@@ -111,7 +111,7 @@ def below(host: Host, tier: Literal["disk", "object"], numbers: Sequence[int], o
     announcer = host.disk if tier == "disk" else host.objects
     blocks = [msgspec.structs.replace(on_disk(number), namespace=own) for number in numbers]
     for event in announcer.stored(blocks):
-        host.step(DiskEvent("0", event, tier))
+        host.step(LowerTierEvent("0", event, tier))
 
 
 def test_a_fill_is_asked_of_the_tier_that_has_the_own_block() -> None:
@@ -150,11 +150,11 @@ def test_the_disk_says_in_a_snapshot_whose_its_blocks_are() -> None:
     """The namespace is known from a snapshot as from an event."""
     host = Host()
     joined_by_bob(host)
-    [ask] = of(host.step(LowerTierJoined("0")), AskDiskSnapshot)
+    [ask] = of(host.step(LowerTierJoined("0")), AskLowerTierSnapshot)
     run = Run(parent=name(0).hex(), hashes=[name(1).hex()])
     part = SnapshotPart(namespace=DIGEST, runs=[run])
     reply = SnapshotReply(host="h", source="disk-tier-0", tier="disk", epoch=1, seq=1, parts=[part])
-    host.step(DiskSnapshot(ask.instance, LowerSnapshot.of(reply)))
+    host.step(LowerTierSnapshot(ask.instance, LowerSnapshot.of(reply)))
     assert host.found(asked_by_bob(host, 1)).reason == "other_namespace"
     assert len(of(host.look_up(1), AskFill)) == 1
 

@@ -7,7 +7,14 @@ from kvbm_common.identity import pack_hashes
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.local import Found, Lookup
 from kvbm_common.wire.verbs import FILL_GRACE_MS, FillReply
-from kvbm_host_tier.core.messages import AskFill, DiskEvent, Effect, FillDone, StartPull, TellHits
+from kvbm_host_tier.core.messages import (
+    AskFill,
+    Effect,
+    FillDone,
+    LowerTierEvent,
+    StartPull,
+    TellHits,
+)
 
 from tests.services.host_tier.helpers import (
     DIGEST,
@@ -295,7 +302,7 @@ def test_each_disk_tier_is_asked_for_what_it_has() -> None:
     host.disk_stored(1)
     other = Announcer(host="h", source="disk-tier-1", tier="disk", epoch=1)
     for event in other.stored([on_disk(2)]):
-        host.step(DiskEvent("1", event))
+        host.step(LowerTierEvent("1", event))
     fills = of(host.look_up(1, 2), AskFill)
     assert [(fill.instance, asked(fill)) for fill in fills] == [("0", [1]), ("1", [2])]
 
@@ -503,7 +510,7 @@ def test_a_dying_disk_tier_may_still_be_reading() -> None:
     """It says `cleared` as it stops, in its old life: the slot stays on loan."""
     host = Host()
     lent(host)
-    host.step(DiskEvent("0", host.disk.cleared("stop")))
+    host.step(LowerTierEvent("0", host.disk.cleared("stop")))
     assert host.slots["staged"] == 1
 
 
@@ -511,9 +518,9 @@ def test_an_old_event_gives_nothing_back() -> None:
     """The bus repeats the first `cleared` of the life that has the slot."""
     host = Host()
     first = host.disk.cleared("start")
-    host.step(DiskEvent("0", first))
+    host.step(LowerTierEvent("0", first))
     lent(host)
-    host.step(DiskEvent("0", first))
+    host.step(LowerTierEvent("0", first))
     assert host.slots["staged"] == 1
 
 

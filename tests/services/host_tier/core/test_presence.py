@@ -16,7 +16,7 @@ from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun, has_each, needed_names, reach, split
 from kvbm_common.wire.local import Found
 from kvbm_host_tier.core.group_plan import GroupPlan
-from kvbm_host_tier.core.messages import AskFill, DiskEvent, Effect, StartPull
+from kvbm_host_tier.core.messages import AskFill, Effect, LowerTierEvent, StartPull
 from kvbm_host_tier.core.presence import Available
 
 from tests.services.host_tier.helpers import Host, asked, name, of, on_disk
@@ -149,7 +149,7 @@ def test_a_plan_counts_on_no_block_of_another_namespace(*, is_here: bool) -> Non
         host.store_for(103, engine="bob", namespace=OTHER)
     of_bob = msgspec.structs.replace(on_disk(103), namespace=OTHER.digest)
     for event in host.disk.stored([of_bob]) if not is_here else ():
-        host.step(DiskEvent("0", event))
+        host.step(LowerTierEvent("0", event))
     count, effects = filled(host, look_up(host, 3))
     found = host.found(effects)
     assert (count, found.boundary, len(found.slots)) == (4, 8, 4)

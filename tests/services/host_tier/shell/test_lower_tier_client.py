@@ -18,7 +18,7 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Cleared
 from kvbm_common.wire.verbs import SnapshotRequest
-from kvbm_host_tier.core.messages import DiskEvent, LowerEventsLost
+from kvbm_host_tier.core.messages import LowerEventsLost, LowerTierEvent
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
 
 from tests.services.host_tier.helpers import on_disk
@@ -29,9 +29,9 @@ async def test_an_event_from_the_future_is_dropped(bus: Bus) -> None:
     """A forged life would hide all that the disk tier says from then on."""
     dropped = Metrics().counter("dropped", "Dropped.", labels=("reason",))
     context: Any = SimpleNamespace(bus=bus, host="h", events=EVENTS)
-    heard: list[DiskEvent] = []
+    heard: list[LowerTierEvent] = []
 
-    def take(event: DiskEvent) -> bool:
+    def take(event: LowerTierEvent) -> bool:
         heard.append(event)
         return True
 
