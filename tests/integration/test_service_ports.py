@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
@@ -40,6 +42,14 @@ def series(text: str) -> Counter[str]:
     return Counter(line.rpartition(" ")[0] for line in lines)
 
 
+def starts_warned_of(logs: Path) -> list[str]:
+    """The warnings about services that had not yet started: every start has such a moment."""
+    lines = [line for log in logs.glob("*.log") for line in log.read_text().splitlines()]
+    return [
+        line for line in lines if " WARNING " in line and re.search("no_responder|not_ready", line)
+    ]
+
+
 def check_with_promtool(text: str) -> None:
     """It ends with 1 for what it cannot read; with 3 for names that it would not have chosen."""
     if shutil.which("promtool"):
@@ -57,6 +67,8 @@ async def test_every_service_answers_on_a_port_of_its_own() -> None:
     async with Stack.private(sizes | {"service_port": base}) as stack, httpx.AsyncClient(
         trust_env=False, timeout=10.0
     ) as client:  # fmt: skip
+        assert stack.log_dir is not None
+        assert starts_warned_of(stack.log_dir) == []
         fleet = (await client.get(f"{stack.services['metrics'].description}/metrics")).text
         for number, kind in enumerate(stack.services):
             url = f"http://127.0.0.1:{base + number}"

@@ -54,6 +54,12 @@ class NoResponder(BusUnavailable):
     code = "no_responder"
 
 
+class NotReady(KvbmError):
+    """The service has started and does not serve yet."""
+
+    code = "not_ready"
+
+
 class MessageTooLarge(KvbmError):
     """The server does not take messages of this size; no retry will help."""
 

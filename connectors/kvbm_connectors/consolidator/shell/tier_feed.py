@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import KvbmError, NoResponder
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.snapshots import ask_snapshot
 from kvbm_common.registry.records import Left, RegistryEvent
@@ -84,7 +84,9 @@ class TierFeed:
         try:
             reply = await ask_snapshot(ask, SnapshotRequest(source=source))
         except KvbmError as error:
-            self._log.warning(f"snapshot_{error.label}", f"{source}: {error}")
+            # A tier is in the registry before it serves, and is asked again.
+            log = self._log.info if isinstance(error, NoResponder) else self._log.warning
+            log(f"snapshot_{error.label}", f"{source}: {error}")
             return TierSnapshotFailed(source)
         if (reply.host, reply.source) != (self._context.host, source):
             return TierSnapshotFailed(source)

@@ -15,7 +15,7 @@ from nats import micro
 from nats.aio.client import Client
 from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
-from kvbm_common.errors import BusUnavailable, KvbmError, MessageTooLarge
+from kvbm_common.errors import BusUnavailable, KvbmError, MessageTooLarge, NotReady
 from kvbm_common.nats.direct_client import reply_of
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
@@ -130,7 +130,8 @@ class VerbServer:
         """Count a failure; log it once per kind, or in full if it is our mistake."""
         if isinstance(error, KvbmError):
             self._failed.labels(code=error.label).inc()
-            self._log.warning(error.label, f"{subject}: {error}")
+            log = self._log.info if isinstance(error, NotReady) else self._log.warning
+            log(error.label, f"{subject}: {error}")
         else:
             self._failed.labels(code=Internal.code).inc()
             _logger.error("%s: the handler failed", subject, exc_info=error)

@@ -95,6 +95,13 @@ class OncePerKind:
 
     def warning(self, kind: str, message: str, **ids: object) -> None:
         """Log a warning about `ids`, or count it silently."""
+        self._write(logging.WARNING, kind, message, ids)
+
+    def info(self, kind: str, message: str) -> None:
+        """Log what a start brings with it and ends by itself, or count it silently."""
+        self._write(logging.INFO, kind, message, {})
+
+    def _write(self, level: int, kind: str, message: str, ids: dict[str, object]) -> None:
         now_s = self._clock_s()
         if kind not in self._next_s and len(self._next_s) >= KINDS_MAX:  # One more: `other`.
             kind = OTHER
@@ -105,4 +112,4 @@ class OncePerKind:
         withheld = self._withheld.pop(kind, 0)
         suffix = f" (and {withheld} more of this kind)" if withheld else ""
         extra = {"kind": kind} | ids
-        self._logger.warning("%s: %s%s", kind, message, suffix, extra=extra)
+        self._logger.log(level, "%s: %s%s", kind, message, suffix, extra=extra)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import NotReady
 from kvbm_common.nats.bus import Bus, VerbHandler
 from kvbm_common.nats.streams import StreamSpec
 from kvbm_common.registry.services import Registry, ServiceRegistration
@@ -22,12 +22,6 @@ from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply
 
 _log = logging.getLogger(__name__)
-
-
-class NotReady(KvbmError):
-    """The service has started and does not serve yet."""
-
-    code = "not_ready"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import logging
 import time
 from datetime import datetime
 
-from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
+from kvbm_common.errors import DeadlineExceeded, KvbmError, NoResponder, RegistryUnavailable
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.consumers import Resume, Start
 from kvbm_common.nats.event_message import EventMessage
@@ -280,7 +280,9 @@ class IndexShell:
         try:
             reply = await ask_snapshot(ask, SnapshotRequest(source=key.source))
         except KvbmError as error:
-            self._log.warning(f"snapshot_{error.label}", f"{key.host}/{key.source}: {error}")
+            # A tier is in the registry before it serves, and is asked again.
+            log = self._log.info if isinstance(error, NoResponder) else self._log.warning
+            log(f"snapshot_{error.label}", f"{key.host}/{key.source}: {error}")
             return SnapshotFailed(key)
         if (reply.host, reply.source) != key:
             return SnapshotFailed(key)
