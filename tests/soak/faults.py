@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -35,6 +36,10 @@ KILLS_END = 0.5
 SPACING_S = 6.0
 FREEZE_S = 7.0
 """Longer than the registry's time to live, and than an engine may be silent."""
+SLEEP_S = 120.0
+"""As long as a machine that slept: every lease and every time to live is over."""
+SLEEP_FROM_S = 400.0
+"""In shorter faults no machine sleeps: it would be most of them."""
 FULL_S = 4.0
 STALLED_S = 8.0
 """Of a bucket that answers nothing: longer than a request to it may take."""
@@ -46,7 +51,10 @@ Reply = TypeVar("Reply", RemoveReply, ResizeReply, StatsReply)
 
 
 def plan(seed: int, services: tuple[str, ...], *, seconds: float) -> list[tuple[float, str]]:
-    """Return what happens when, in seconds from the beginning of the faults."""
+    """Return what happens when, in seconds from the beginning of the faults.
+
+    When the kills have ended, the machine sleeps; the faults of that time are left out.
+    """
     rng = random.Random(seed)
     kills, others = _rounds(rng, services), _rounds(rng, OFTEN)
     found: list[tuple[float, str]] = []
@@ -54,7 +62,9 @@ def plan(seed: int, services: tuple[str, ...], *, seconds: float) -> list[tuple[
         at_s = (number + rng.random() * 0.5) * SPACING_S
         is_kill = at_s < KILLS_END * seconds and number % 3 != 2
         found.append((at_s, f"kill {next(kills)}" if is_kill else next(others)))
-    return found
+    if seconds >= SLEEP_FROM_S:
+        found.append((KILLS_END * seconds, "sleep"))
+    return sorted(found)
 
 
 def _rounds(rng: random.Random, of: tuple[str, ...]) -> Iterator[str]:
@@ -85,6 +95,7 @@ class Faults:
             "resize": self._resize,
             "reset": self._reset,
             "freeze": self._freeze,
+            "sleep": functools.partial(self._freeze, SLEEP_S),
             "full disk": self._fill_disk,
             "nats": self._kill_nats,
             "clock": self._set_clock,
@@ -171,11 +182,11 @@ class Faults:
             if not (await self._ask(tier, "reset", request, RemoveReply)).more:
                 return
 
-    async def _freeze(self) -> None:
+    async def _freeze(self, seconds: float = FREEZE_S) -> None:
         """Stop every process of the stack and every resident engine for a while."""
         pids = list(self._stack.pids.values())
         pids += [engine.pid for engine in self._traffic.residents if engine.pid]
-        await _stop(pids, FREEZE_S)
+        await _stop(pids, seconds)
 
     async def _fill_disk(self) -> None:
         """Fill the disk's file system, and have the disk tier start on it meanwhile."""
