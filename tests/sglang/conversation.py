@@ -19,6 +19,16 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int = 64
 
 
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's prompt, and what sets it apart from others of the same tokens."""
+
+    tokens: list[int]
+    extra_key: str = ""
+    salt: str = ""
+    is_poet: bool = False
+    """With the adapter `poet`."""
+
+
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """One call. `pages` are those of the pool's memory, `seeds` what is in them."""
 
@@ -36,6 +46,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     """Of the server, as far as we read them."""
     pools: dict[str, Pool] = {}
+    prompts: list[Prompt] = []
     rounds: int = 1
 
 

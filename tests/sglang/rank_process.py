@@ -46,6 +46,7 @@ from sglang.srt.mem_cache.utils import get_hash_str  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from tests.sglang import controller as controllers  # noqa: E402
+from tests.sglang import tree as trees  # noqa: E402
 from tests.sglang.bench_rank import ask, measure  # noqa: E402
 
 ATTACH_S = 20.0
@@ -106,6 +107,7 @@ class Rank:
         self.backend: Any = None
         self.controller: Any = None
         self.publisher: Any = None
+        self.tree: Any = None
         self.counting = threading.Lock()
 
     def attach(self, command: Command) -> Reply:
@@ -292,6 +294,19 @@ class Rank:
         event = (stored, mirror, removed)[command.rounds - 1]
         self.publisher.publish(kv_events.KVEventBatch(ts=time.time(), events=[event]))
         return Reply(number=min(hashes), flags=[value < 0 for value in hashes])
+
+    def cache(self, command: Command) -> Reply:
+        """Have SGLang's tree cache some prompts, and its publisher say so: one batch."""
+        config, page_size = json.dumps(command.extra), self.pools["kv"].page_size
+        if self.publisher is None:
+            self.publisher = kv_events.EventPublisherFactory.create(config)
+            is_dynamo = kv_events.uses_dynamo_format(config)
+            self.tree = trees.make_tree(page_size=page_size, is_dynamo=is_dynamo)
+        for prompt in command.prompts:
+            trees.cache(self.tree, prompt)
+        events = self.tree.kv_events.take()
+        self.publisher.publish(kv_events.KVEventBatch(ts=time.time(), events=events))
+        return Reply(number=len(events))
 
     def follow(self, command: Command) -> Reply:
         """Compare the endpoint that we follow with that of SGLang's own publisher."""

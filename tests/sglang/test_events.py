@@ -6,8 +6,11 @@ import json
 from functools import partial
 
 import pytest
+from kvbm_common.identity import Hasher, request_extras
 from kvbm_common.runtime.processes import free_port
 
+from tests.sglang.conftest import StartRank
+from tests.sglang.conversation import Prompt
 from tests.sglang.harness import RankProcess
 from tests.vllm.harness import LiveStack, wait_for
 
@@ -36,6 +39,55 @@ def test_device_blocks_reach_the_index(stack: LiveStack, rank: RankProcess) -> N
         wait_for(partial(holds, expected), f"not {expected}", details=lambda: str(stack.indexed()))
     rank.ask("detach")
     wait_for(lambda: device_blocks() == 0, "still there")
+
+
+TOKENS = list(range(100, 100 + 4 * 16))
+
+
+def test_an_extra_key_sets_blocks_apart(stack: LiveStack, start: StartRank) -> None:
+    """Goal: a router is not pointed to an engine for pages that only another tenant can use.
+
+    1. SGLang's own tree caches a prompt for two tenants, by extra keys. 2. Under the names that
+    the prompt has by its tokens nothing is held, and each tenant has blocks of its own. 3. The same
+    prompt without a key, with a salt and with an adapter: all are held under the names that a
+    router asks for.
+    """
+    rank = start()
+    config = {"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}", "format": "dynamo",
+              "replay_endpoint": f"tcp://*:{free_port()}"}  # fmt: skip
+    rank.attach(stack.settings, arguments={"kv_events_config": json.dumps(config)})
+    (worker,) = stack.call(stack.view.stats("host-tier")).workers
+    hasher = Hasher(worker.namespace)
+    asked = [
+        {block.hex() for block in hasher.chain(TOKENS, extras=request_extras(**fields))}
+        for fields in ({}, {"salt": "s"}, {"lora": "poet"})
+    ]
+
+    def device_blocks() -> set[str]:
+        found = stack.indexed()
+        return set().union(*(found[source] for source in found if source.startswith("sglang-")))
+
+    def cache(*prompts: Prompt) -> None:
+        expected = len(device_blocks()) + 4 * len(prompts)
+        rank.ask("cache", extra=config, prompts=list(prompts))
+        wait_for(lambda: len(device_blocks()) == expected, f"{expected} blocks are not held",
+                 details=lambda: str(stack.indexed()))  # fmt: skip
+
+    dropped = stack.figures("consolidator")["dropped"]
+    cache(
+        Prompt(tokens=TOKENS, extra_key="A"),
+        Prompt(tokens=TOKENS, extra_key="B"),
+        Prompt(tokens=TOKENS, extra_key="A", salt="s"),
+    )
+    assert device_blocks().isdisjoint(set().union(*asked))
+    assert stack.figures("consolidator")["dropped"] == dropped + 12
+    cache(
+        Prompt(tokens=TOKENS),
+        Prompt(tokens=TOKENS, salt="s"),
+        Prompt(tokens=TOKENS, is_poet=True),
+    )
+    assert set().union(*asked) <= device_blocks()
+    rank.ask("detach")
 
 
 @pytest.mark.parametrize("bind", [None, True])

@@ -55,6 +55,8 @@ class Options(EngineOptions):
         return replace(self, revision=revision)
 
 
+FORMAT = "dynamo"
+"""SGLang's format of events whose hashes hold a request's extra key."""
 log = logging.getLogger(__name__)
 
 
@@ -81,6 +83,9 @@ def stream_of(config: str | None, rank: int) -> Stream:
             endpoint = ""
         if not (followed := reachable(endpoint, rank)):
             return Stream()  # Its replay alone would tell late, and of no flush.
+        if fields.get("format") != FORMAT:
+            log.warning("KV events do not tell requests with an extra_key from others: add "
+                        '"format":"%s" to --kv-events-config', FORMAT)  # fmt: skip
         return Stream(
             endpoint=followed,
             replay_endpoint=reachable(fields.get("replay_endpoint") or "", rank),

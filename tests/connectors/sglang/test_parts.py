@@ -123,6 +123,17 @@ def test_a_stream_that_sglang_connects_somewhere_is_not_followed(
     assert bool(found) == ("SGLang connects to" not in caplog.text)
 
 
+@pytest.mark.parametrize("format", [None, "default", "dynamo"])
+def test_a_format_that_leaves_keys_out_is_warned_of(
+    caplog: pytest.LogCaptureFixture, format: str | None
+) -> None:
+    """Goal: an operator learns that a router takes one tenant's blocks for another's."""
+    fields = {"publisher": "zmq", "endpoint": "tcp://*:5557", "format": format}
+    config = json.dumps({name: value for name, value in fields.items() if value})
+    assert stream_of(config, 0).endpoint
+    assert ("extra_key" in caplog.text) == (format != "dynamo")
+
+
 @pytest.mark.parametrize("config", [None, "", "{", "[]", '{"publisher":"null"}', "3"])
 def test_no_stream(config: str | None) -> None:
     """Without a publisher that can be followed there are offers alone."""

@@ -14,9 +14,11 @@ embeddings. We tag them by these rules:
 vLLM 0.31 and later hash keys with tags, such as ("cache_salt", s). Their events leave the tags out
 until consumers know them (`to_event_extra_keys`), which these rules do: a tag is read and dropped.
 
-SGLang says the salt in a field of its own. A multimodal prompt of an old vLLM without a salt has a
-key taken for a salt: it is then named apart from the connector's own name for it, which costs a hit
-and can never make a wrong one.
+SGLang says the salt in a field of its own, and no extra key: `sglang_keys.py` sees a key in the
+hash of a prompt's first block, which has an OTHER then.
+
+A multimodal prompt of an old vLLM without a salt has a key taken for a salt: it is then named apart
+from the connector's own name for it, which costs a hit and can never make a wrong one.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def extras_of(
-    event: BlockStored, *, lora: str | None = None, generation: str = ""
+    event: BlockStored, *, lora: str | None = None, generation: str = "", unsaid: str = ""
 ) -> dict[int, Extras]:
     """Return the extras of an event's blocks, by block index.
 
     `lora` stands for the event's adapter and its content, None: for its name alone. `generation`
-    is that of the engine when it stored the blocks.
+    is that of the engine when it stored the blocks. `unsaid` stands for a key that the event does
+    not say.
 
     >>> extras_of(BlockStored(block_hashes=(1,), token_ids=(5,), block_size=1,
     ...                       extra_keys=(("blue",),)))
@@ -52,6 +55,8 @@ def extras_of(
         first = [*extras.get(0, ()), *_of_request(event, lora)]
         if generation:
             first.append((ExtraTag.GENERATION, bytes.fromhex(generation)))
+        if unsaid:
+            first.append((ExtraTag.OTHER, unsaid.encode()))
         if first:
             extras[0] = first
     assert all(extras.values()), f"a block has extras, and none: {extras}"

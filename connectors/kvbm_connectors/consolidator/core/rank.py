@@ -32,6 +32,7 @@ from kvbm_connectors.consolidator.core.messages import ConsolidatorLimits, Strea
 from kvbm_connectors.consolidator.core.orphans import Orphan, Orphans
 from kvbm_connectors.consolidator.core.run_joiner import RunJoiner, join
 from kvbm_connectors.consolidator.core.sequencer import Ready, Sequencer, Sign
+from kvbm_connectors.consolidator.core.sglang_keys import LAYOUT, unsaid_key
 from kvbm_connectors.consolidator.core.snapshot_pages import Piece, ViewKey, pieces_of
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, named
 
@@ -59,6 +60,7 @@ class Rank:
         """The peer that attached the rank last, and that is answered."""
         self.key = StreamKey(attach.engine, attach.incarnation, attach.rank)
         self.namespace_hex = attach.namespace.digest.hex()
+        self._is_sglang = attach.namespace.layout.startswith(LAYOUT)
         self._generations = Generations(attach)
         self._batch_s = 0.0
         """The time of the batch that is applied."""
@@ -288,7 +290,9 @@ class Rank:
         assert hashes, f"{self.key}: an event without blocks is held"
         now = self._generations.now
         assert now is not None, f"{self.key}: blocks of an unknown generation are held"
-        extras = extras_of(event, lora=self._lora_of(event), generation=now.name)
+        unsaid = unsaid_key(event) if self._is_sglang else ""
+        lora = self._lora_of(event)
+        extras = extras_of(event, lora=lora, generation=now.name, unsaid=unsaid)
         try:
             chain = view.hasher.chain(event.token_ids, parent=parent, extras=extras)
         except IdentityError:
@@ -296,8 +300,10 @@ class Rank:
         runs = view.store(hashes, chain, parent)
         if runs is None:
             return "name_conflict"
+        if unsaid:
+            self._drops["extra_key"] += len(hashes)
         if self._limits.naming:
-            self._named.append(named(chain, event))
+            self._named.append(named(chain, event, unsaid))
         self._merger.stored(group, view, runs)
         return self.orphans.adopt(group, hashes) if self.orphans else []
 

@@ -37,10 +37,17 @@ class NamedBlocks(NamedTuple):
     """The kinds of the blocks; None: all are plain."""
 
 
-def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:
-    """Return what an event says of its blocks, which we know under these hashes."""
+def named(hashes: list[SequenceHash], event: BlockStored, unsaid: str = "") -> NamedBlocks:
+    """Return what an event says of its blocks, which we know under these hashes.
+
+    SGLang's salt becomes an extra key of a prompt's first block, as vLLM has it, and so does what
+    is `unsaid`.
+    """
     assert event.block_size > 0, f"blocks of {event.block_size} tokens"
     size, keys = event.block_size * 4, event.extra_keys or ()
+    first = tuple(key for key in (event.cache_salt, unsaid) if key)
+    if first and event.parent is None:
+        keys = ((*(keys[0] or () if keys else ()), *first), *keys[1:])
     packed = pack_tokens(event.token_ids)
     tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
     assert len(tokens) == len(hashes), f"{len(hashes)} blocks, tokens of {len(tokens)}"
