@@ -32,12 +32,20 @@ from kvbm_common.wire.admin import (
     UnpinRequest,
 )
 from kvbm_common.wire.verbs import ErrorBody
-from kvbm_disk_tier.core.effects import Answer, OpenStore, ReadSlots, RewriteJournal, SayAccepting
+from kvbm_disk_tier.core.effects import (
+    Answer,
+    AppendJournal,
+    OpenStore,
+    ReadSlots,
+    RewriteJournal,
+    SayAccepting,
+)
 from kvbm_disk_tier.core.journal import Replay
 from kvbm_disk_tier.core.journal_writer import REWRITE_PAUSE_MS
 from kvbm_disk_tier.core.messages import (
     AdminAsked,
     ArenaKnown,
+    DeletesAnswered,
     DeletesRefused,
     JournalFailed,
     ReadFailed,
@@ -47,6 +55,7 @@ from kvbm_disk_tier.core.messages import (
     StoreUp,
 )
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
+from kvbm_disk_tier.objects.core.messages import ListedBlock, ListingBegun, ObjectsListed
 
 from tests.services.disk_tier.helpers import Disk, arena, block, filled, name, one, opened
 from tests.services.disk_tier.shell.test_service import (
@@ -209,7 +218,7 @@ def test_a_reset_removes_all_blocks_then_names_the_objects_that_could_not_be_del
     assert disk.core.view.statistics().ready
     assert admin(disk, "reset", everything, RemoveReply).removed == 1
     refusal = admin(disk, "reset", everything, ErrorBody)
-    assert refusal.code == "store"
+    assert refusal.code == "undeleted"
     assert "may come back: objects wait to be deleted: 1 (AccessDenied)" in refusal.message
     assert admin(disk, "evict", everything, RemoveReply).removed == 0
     disk.step(DeletesRefused(""))
@@ -225,6 +234,31 @@ def test_a_bucket_is_not_reset_before_it_has_answered() -> None:
     assert isinstance(refusal, ErrorBody)
     assert "may come back: the store has not answered yet" in refusal.message
     core.step(StoreOpened(Layout.unsized(4), Replay({}, 1, 0, 0)), 0)
+    assert one(core.step(asked, 0), Answer).reply == RemoveReply(removed=0)
+    core.check()
+
+
+def test_a_bucket_is_not_reset_before_it_has_answered_for_each_removed_object() -> None:
+    """Goal: a first delete that is unanswered may fail yet, so "nothing left" would be wrong.
+
+    1. A block is listed and reset. 2. Its delete is under way. 3. It is answered.
+    """
+    core = ObjectTierCore(host="h", instance="0", epoch=7)
+    core.start()
+    core.step(StoreOpened(Layout.unsized(4), Replay({}, 1, 0, 0)), 0)
+    core.step(ListingBegun(), 0)
+    core.step(ObjectsListed((ListedBlock(block(1), 0),)), 0)
+    asked = AdminAsked(1, "reset", RemoveRequest(everything=True))
+    effects = core.step(asked, 0)
+    assert one(effects, Answer).reply == RemoveReply(removed=1)
+    order = one(effects, AppendJournal).records[-1].order
+    for _ in range(2):
+        refusal = one(core.step(asked, 0), Answer).reply
+        assert isinstance(refusal, ErrorBody)
+        assert refusal.code == "undeleted"
+        assert "the bucket has not answered all deletes yet" in refusal.message
+        core.step(DeletesAnswered(order - 1), 0)
+    core.step(DeletesAnswered(order), 0)
     assert one(core.step(asked, 0), Answer).reply == RemoveReply(removed=0)
     core.check()
 

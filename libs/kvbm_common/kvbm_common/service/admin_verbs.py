@@ -66,7 +66,12 @@ async def _remove(ask: Ask, verb: str, request: RemoveRequest) -> bytes:
     """Have the core take steps of a removal, between which it serves others, as one change."""
     until_s, removed = time.monotonic() + TURN_S, 0
     while True:
-        reply = _remove_reply.decode(await ask(verb, request))
+        try:
+            reply = _remove_reply.decode(await ask(verb, request))
+        except RequestFailed:
+            if not removed:
+                raise
+            reply = RemoveReply(removed=0, more=True)  # The next request has the refusal.
         removed += reply.removed
         if not reply.more or removed >= STEP_BLOCKS_MAX or time.monotonic() >= until_s:
             return msgspec.json.encode(msgspec.structs.replace(reply, removed=removed))

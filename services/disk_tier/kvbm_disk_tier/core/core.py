@@ -31,6 +31,7 @@ from kvbm_disk_tier.core.messages import (
     AnnounceMore,
     ArenaFailed,
     ArenaKnown,
+    DeletesAnswered,
     DeletesRefused,
     FillAsked,
     HitsTold,
@@ -68,7 +69,7 @@ from kvbm_disk_tier.core.messages import (
 from kvbm_disk_tier.core.pending import Admission, PendingBlocks
 from kvbm_disk_tier.core.reads import Reads
 from kvbm_disk_tier.core.shards import Shards
-from kvbm_disk_tier.core.store_status import StoreStatus
+from kvbm_disk_tier.core.store_status import STORE_FAULT, StoreStatus, may_come_back
 from kvbm_disk_tier.core.view import View
 from kvbm_disk_tier.core.write_budget import WriteBudget
 from kvbm_disk_tier.core.write_queue import Origin
@@ -208,7 +209,7 @@ class DiskTierCore:
                 self.reads.failed(event, now_ms)
             case (
                 StoreOpened() | StoreFailed() | StoreAbsent() | AnnounceMore() | StoreDown()
-                | StoreUp() | DeletesRefused()
+                | StoreUp() | DeletesRefused() | DeletesAnswered()
             ):  # fmt: skip
                 self._take_of_store(event, now_ms)
             case JournalPartWritten():
@@ -297,8 +298,8 @@ class DiskTierCore:
                 self.store.went_down(reason)
             case StoreUp():
                 self.store.came_up()
-            case DeletesRefused(reason, waiting):
-                self.store.keeps, self.store.undeleted = reason, waiting
+            case DeletesRefused() | DeletesAnswered():
+                self.store.deletes_told(event)
             case _:
                 assert_never(event)
 
@@ -308,13 +309,12 @@ class DiskTierCore:
             self._emit(Answer(asked.reply_to, self._set_filter(asked.request)))
             return
         problem = self._removal_problem() if asked.verb == "reset" else ""
-        if not problem:  # Objects that are left keep no other block.
-            answer = self.admin.answer(asked.verb, asked.request, now_ms)
-            is_empty = isinstance(answer, RemoveReply) and not (answer.removed or answer.more)
-            problem = self.store.undeleted if asked.verb == "reset" and is_empty else ""
         if problem:
-            text = f"blocks that are removed here may come back: {problem}"
-            answer = ErrorBody(code="store", message=text)
+            self._emit(Answer(asked.reply_to, may_come_back(STORE_FAULT, problem)))
+            return
+        answer = self.admin.answer(asked.verb, asked.request, now_ms)
+        if asked.verb == "reset" and isinstance(answer, RemoveReply):
+            answer = self.store.after_reset(answer, self.inventory.journal.last_order)
         self._emit(Answer(asked.reply_to, answer))
 
     def _removal_problem(self) -> str:

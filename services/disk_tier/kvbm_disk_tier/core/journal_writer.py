@@ -132,6 +132,11 @@ class JournalWriter:
         self._is_wrong = self._lacks_removals = self._has_file
 
     @property
+    def last_order(self) -> int:
+        """The order of the last record."""
+        return self._order
+
+    @property
     def problem(self) -> str:
         """The reason why removed blocks may come back with the next start; empty: they do not."""
         text = "the journal lacks records of removed blocks until it is rewritten; ask again then"

@@ -287,6 +287,13 @@ class DeletesRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class DeletesAnswered:
+    """A bucket has answered the deletes of all blocks that were removed up to a record's order."""
+
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
 class AdminAsked:
     """An operator wants to know or to change something."""
 
@@ -317,7 +324,14 @@ WriteInput = Leased | LeaseFailed | Written | WriteFailed | Released | Journaled
 ReadInput = FillAsked | ReadLanded | ReadDone | ReadFailed
 """Fills, and how their reads have ended."""
 StoreInput = (
-    StoreOpened | StoreFailed | StoreAbsent | AnnounceMore | StoreDown | StoreUp | DeletesRefused
+    StoreOpened
+    | StoreFailed
+    | StoreAbsent
+    | AnnounceMore
+    | StoreDown
+    | StoreUp
+    | DeletesRefused
+    | DeletesAnswered
 )
 """Inputs about the store."""
 HealthInput = StoreProbed | JournalRewritten | Synchronised

@@ -14,10 +14,16 @@ from kvbm_common.tier.blocks import batch_blocks
 from kvbm_common.tier.layout import Layout, rounded_up
 from kvbm_common.tier.machine import Machine
 from kvbm_common.tier.slab_pool import KNOWN_MAX
+from kvbm_common.wire.admin import RemoveReply
+from kvbm_common.wire.verbs import ErrorBody
 
 from kvbm_disk_tier.core.limits import Means, StoreKind
-from kvbm_disk_tier.core.messages import StoreOpened
+from kvbm_disk_tier.core.messages import DeletesAnswered, DeletesRefused, StoreOpened
 
+STORE_FAULT = "store"
+"""The error of a store that cannot be used, or keeps what it was to delete."""
+UNDELETED = "undeleted"
+"""The error of a reset while objects wait to be deleted: it may be well soon."""
 STORE_RETRY_MS = 5_000
 """The pause before a store that could not be opened is tried again: full disks stay full."""
 
@@ -54,6 +60,12 @@ STORE = Machine(
 )
 
 
+def may_come_back(code: str, problem: str) -> ErrorBody:
+    """Return the refusal of a reset after which blocks may come back."""
+    assert problem, "a refusal has a reason"
+    return ErrorBody(code=code, message=f"blocks that are removed here may come back: {problem}")
+
+
 class StoreStatus:
     """One store at a time, by what the medium says of it."""
 
@@ -67,6 +79,9 @@ class StoreStatus:
         """The reason why it deletes nothing, for /readyz; empty: it deletes, or was not asked."""
         self.undeleted = ""
         """The objects that wait to be deleted, and why; empty: none was left."""
+        self.answered_order = self.reset_order = 0
+        """The orders of the last removal whose deletes a bucket has answered, and of the last that
+        a reset has made."""
         self.layout: Layout | None = None
         """The layout of the store's slots; None: there is no store."""
         self.misfits = not kind.sized
@@ -100,6 +115,28 @@ class StoreStatus:
         """
         is_known = self.kind.sized or self.layout is not None
         return self.problem or self.keeps or ("" if is_known else "the store has not answered yet")
+
+    def deletes_told(self, event: DeletesRefused | DeletesAnswered) -> None:
+        """Note what a bucket says of its deletes."""
+        if isinstance(event, DeletesAnswered):
+            assert event.order >= self.answered_order, f"{event} after {self.answered_order}"
+            self.answered_order = event.order
+        else:
+            self.keeps, self.undeleted = event.reason, event.waiting
+
+    def after_reset(self, answer: RemoveReply, order: int) -> RemoveReply | ErrorBody:
+        """Return the answer to a reset: once nothing is left, what the bucket may have still.
+
+        `order`: that of the last record.
+        """
+        assert order >= self.reset_order, f"{order} after a reset of {self.reset_order}"
+        if answer.removed and not self.kind.sized:  # A disk's orders begin again with its file.
+            self.reset_order = order
+        if answer.removed or answer.more:
+            return answer
+        waits = self.answered_order < self.reset_order
+        problem = self.undeleted or ("the bucket has not answered all deletes yet" if waits else "")
+        return may_come_back(UNDELETED, problem) if problem else answer
 
     @property
     def slot_bytes(self) -> int:

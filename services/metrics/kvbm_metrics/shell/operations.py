@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import KvbmError, RequestFailed
 from kvbm_common.identity import Hasher, request_extras
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.admin import (
@@ -50,6 +50,8 @@ SETTLE_S = 10.0
 """The seconds in which a reset takes further rounds: under traffic, blocks arrive without end."""
 ROUND_PAUSE_S = 1.0
 """The time before a further round of a reset: a write that is under way ends in it."""
+UNDELETED = "undeleted"
+"""The error of a tier whose bucket has objects to delete still."""
 IDLE_TURNS_MAX = 1_000
 """A tier of ten million blocks looks at all of them in a tenth of these turns."""
 
@@ -146,36 +148,37 @@ def removing(
 
     It asks each instance in steps until nothing is left to remove: a tier before those below it,
     which take its blocks. Blocks were on their way into a tier when its turn came: `reset` asks all
-    again until a round removes nothing, and counts what they bring as `arrived`.
+    again until a round removes nothing, and counts what they bring as `arrived`. So it does while a
+    bucket has objects to delete. An instance that refuses one part of the hashes is asked for the
+    others.
     """
     parts = [None] if whole.hashes is None else _parts(whole.hashes, STEP_BLOCKS_MAX)
     order = [*TIER_OF_KIND]
     downwards = sorted(records, key=lambda one: order.index(one.kind))
 
+    undeleted: dict[str, str] = {}
+
     async def round_of(job: Job, tally: Counter[str]) -> AsyncGenerator[Progress, None]:
         tally["kept"] = tally["missing"] = 0
+        undeleted.clear()
         for record in downwards:
             if record.key in job.errors:
                 continue
-            try:
-                for part in parts:
-                    request = msgspec.structs.replace(whole, hashes=part)
-                    more, idle = True, 0
-                    while more:
-                        reply = await fleet.ask_instance(record, verb, request, _remove)
-                        # A tier looks through many blocks in turns, and may remove none in one.
-                        idle = 0 if reply.removed else idle + 1
-                        more = reply.more
+            for part in parts:
+                request = msgspec.structs.replace(whole, hashes=part)
+                try:
+                    async for reply in _steps(fleet, record, verb, request):
                         tally["removed"] += reply.removed
-                        if not more:
+                        if not reply.more:
                             tally["kept"] += reply.kept
                             tally["missing"] += len(reply.missing)
-                        elif idle >= IDLE_TURNS_MAX:
-                            raise NoProgress(f"nothing was removed in {idle} turns")
                         yield tally
-            except KvbmError as error:  # What does not answer is not asked for the other parts.
-                job.errors[record.key] = _told(error)
-                yield tally  # A job that is stopped ends here.
+                except KvbmError as error:
+                    found = undeleted if error.code == UNDELETED else job.errors
+                    found[record.key] = _told(error)
+                    yield tally  # A job that is stopped ends here.
+                    if not isinstance(error, RequestFailed):
+                        break  # What does not answer is not asked for the other parts.
 
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
         tally: Counter[str] = Counter(removed=0, kept=0, missing=0)
@@ -186,14 +189,31 @@ def removing(
         first, missing = tally["removed"], tally["missing"]
         tally["arrived"] = 0
         until_s, removed = time.monotonic() + SETTLE_S, -1
-        while removed != tally["removed"] and time.monotonic() < until_s:
+        while (removed != tally["removed"] or undeleted) and time.monotonic() < until_s:
             await asyncio.sleep(ROUND_PAUSE_S)
             removed = tally["removed"]
             async for progress in round_of(job, tally):
                 tally["arrived"], tally["missing"] = tally["removed"] - first, missing
                 yield progress
+        job.errors |= undeleted
+        yield tally
 
     return work
+
+
+async def _steps(
+    fleet: Fleet, record: ServiceRecord, verb: str, request: RemoveRequest
+) -> AsyncGenerator[RemoveReply, None]:
+    """Ask one instance until there is no more to remove; raises KvbmError."""
+    more, idle = True, 0
+    while more:
+        reply = await fleet.ask_instance(record, verb, request, _remove)
+        # A tier looks through many blocks in turns, and may remove none in one.
+        idle = 0 if reply.removed else idle + 1
+        more = reply.more
+        if more and idle >= IDLE_TURNS_MAX:
+            raise NoProgress(f"nothing was removed in {idle} turns")
+        yield reply
 
 
 SILENCE = (

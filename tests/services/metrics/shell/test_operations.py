@@ -253,6 +253,61 @@ async def test_a_tier_that_does_not_answer_is_asked_for_no_further_part() -> Non
     assert fleet.asked == 2
 
 
+class Refusing(Stuck):
+    """A fleet of a tier that holds blocks, and refuses a request that finds none of its own."""
+
+    def __init__(self, held: list[str], code: str, times: int) -> None:
+        super().__init__(RemoveReply(removed=0))
+        self.held, self._code, self._times = set(held), code, times
+
+    async def ask_instance(
+        self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Remove the blocks; refuse so many times where none is here."""
+        await asyncio.sleep(0)
+        assert isinstance(request, RemoveRequest)
+        found = self.held.intersection(request.hashes or self.held)
+        self.held -= found
+        if not found and self._times:
+            self._times -= 1
+            raise RequestFailed(self._code, "blocks may come back: SlowDown")
+        return codec.decode(msgspec.json.encode(RemoveReply(removed=len(found))))
+
+
+async def test_a_reset_goes_on_with_the_other_parts_where_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: of a long list, blocks are left neither here nor in the bucket.
+
+    An earlier reset has removed those of the first part, whose objects wait to be deleted.
+    """
+    monkeypatch.setattr("kvbm_metrics.shell.operations.ROUND_PAUSE_S", 0.0)
+    hashes = [f"{number:032x}" for number in range(3 * STEP_BLOCKS_MAX)]
+    fleet = Refusing(hashes[STEP_BLOCKS_MAX:], "store", 1_000)
+    request = RemoveRequest(hashes=hashes, actor="ada")
+    job = await ended_job(removing(cast(Fleet, fleet), [TIER], "reset", request))
+    assert fleet.held == set()
+    assert job.progress["removed"] == 2 * STEP_BLOCKS_MAX
+    assert job.state == "failed", "the first part may come back"
+
+
+async def test_a_reset_goes_on_until_the_bucket_has_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: a bucket that says SlowDown now and then is reset; one that goes on so is not."""
+    monkeypatch.setattr("kvbm_metrics.shell.operations.ROUND_PAUSE_S", 0.0)
+    everything = RemoveRequest(everything=True, actor="ada")
+    fleet = Refusing(["a", "b"], "undeleted", 3)
+    job = await ended_job(removing(cast(Fleet, fleet), [TIER], "reset", everything))
+    assert (job.state, job.errors) == ("done", {})
+    assert job.progress["removed"] == 2
+    monkeypatch.setattr("kvbm_metrics.shell.operations.SETTLE_S", 0.02)
+    fleet = Refusing(["a", "b"], "undeleted", 1_000_000)
+    job = await ended_job(removing(cast(Fleet, fleet), [TIER], "reset", everything))
+    assert job.state == "failed"
+    assert job.errors == {TIER.key: "undeleted: blocks may come back: SlowDown"}
+
+
 class Small(Stuck):
     """A fleet of a host tier with few slots, whose disk has a long run."""
 

@@ -13,10 +13,11 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from kvbm_common.runtime.logs import OncePerKind
 
-from kvbm_disk_tier.core.messages import DeletesRefused
+from kvbm_disk_tier.core.messages import DeletesAnswered, DeletesRefused
 from kvbm_disk_tier.objects.core.undeleted import Undeleted
 from kvbm_disk_tier.objects.shell.object_store import (
     PAGE_MAX,
@@ -46,15 +47,19 @@ class Deletes:
         """Start with an empty queue; `counted(outcome, objects)` hears how deletes end."""
         self._bucket = bucket
         self._counted = counted
-        self._queue: OrderedDict[str, None] = OrderedDict()
-        self._in_flight: frozenset[str] = frozenset()
+        self._queue: OrderedDict[str, int] = OrderedDict()
+        """Names, each with the order of its removal; one of none has the next order."""
+        self._in_flight: dict[str, int] = {}
+        self._order = 0
+        """The order of the last removal."""
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
         self.lately: OrderedDict[str, None] = OrderedDict()
         """Deleted, or to be, since `forget`: a page of a listing may still name them."""
         self._undeleted = Undeleted(PASSING)
         self._said = DeletesRefused("")
-        self._tell: Callable[[DeletesRefused], None] = lambda _: None
+        self._said_order = 0
+        self._tell: Callable[[DeletesRefused | DeletesAnswered], None] = lambda _: None
 
     def __len__(self) -> int:
         """Return the number of names that wait for their delete or are being deleted."""
@@ -67,10 +72,13 @@ class Deletes:
     def _waits(self, name: str) -> bool:
         return name in self._queue or name in self._in_flight
 
-    def add(self, names: Iterable[str]) -> None:
-        """Delete these, some time."""
+    def add(self, names: Iterable[str], *, order: int = 0) -> None:
+        """Delete these, some time; `order` of the removal that they are of, if they are of one."""
+        assert not order or order > self._order, f"the removal {order} comes after {self._order}"
+        self._order = max(order, self._order)
         for name in names:
-            self._queue[name] = self.lately[name] = None
+            self._queue.setdefault(name, order or self._order + 1)
+            self.lately[name] = None
             if len(self.lately) > LATELY_MAX:
                 self.lately.popitem(last=False)
         if (surplus := len(self._queue) - QUEUE_MAX) > 0:
@@ -106,10 +114,11 @@ class Deletes:
         self._undeleted.written(name)
         self._tell_changes()
 
-    async def run(self, tell: Callable[[DeletesRefused], None]) -> None:
+    async def run(self, tell: Callable[[DeletesRefused | DeletesAnswered], None]) -> None:
         """Delete what is added, until cancelled.
 
-        `tell` hears when the store begins or ends to refuse, and what it has not deleted.
+        `tell` hears when the store begins or ends to refuse, what it has not deleted, and up to
+        which removal it has answered.
         """
         self._tell = tell
         if self._said != DeletesRefused(""):
@@ -126,34 +135,50 @@ class Deletes:
 
     async def _delete_batch(self) -> bool:
         """Delete the oldest names of the queue; return whether the next may follow at once."""
-        batch = [self._queue.popitem(last=False)[0] for _ in range(min(PAGE_MAX, len(self._queue)))]
-        self._in_flight = frozenset(batch)
+        count = min(PAGE_MAX, len(self._queue))
+        self._in_flight = dict(self._queue.popitem(last=False) for _ in range(count))
+        batch = [*self._in_flight]
         self._landed.clear()
         try:
             left = await self._bucket.delete(batch)
         except BucketError as error:
             log.warning(error.code, f"{len(batch)} objects could not be deleted: {error}")
             self._counted("failed", len(batch))
-            self._queue.update(dict.fromkeys(batch))
+            self._again(batch)
             refused = isinstance(error, BucketRefused)
             self._undeleted.failed(batch, str(error), refused=refused)
-            self._tell_changes()
-            return False
+            may_go_on = False
+        else:
+            may_go_on = self._take_answer(batch, left)
         finally:
-            self._in_flight = frozenset()
+            self._in_flight = {}
             self._landed.set()
+        self._tell_changes()
+        return may_go_on
+
+    def _take_answer(self, batch: list[str], left: dict[str, str]) -> bool:
         answer = self._undeleted.answered(batch, left, self._bucket.where)
         for name, why in answer.left.items():
             log.warning(why, f"{name} could not be deleted: {why}")
         self._counted("failed", len(answer.left))
         self._counted("deleted", len(answer.gone))
-        self._queue.update(dict.fromkeys(answer.again))
-        self._tell_changes()
+        self._again(answer.again)
         return answer.may_go_on
 
+    def _again(self, names: Iterable[str]) -> None:
+        """Put names back into the queue, behind all others: they are told as waiting."""
+        for name in names:
+            self._queue.setdefault(name, self._order + 1)
+
     def _tell_changes(self) -> None:
-        """Tell what is refused and what waits, if that has changed."""
+        """Tell what is refused, what waits, and which removals are answered, if that changed."""
         now = DeletesRefused(self._undeleted.refusal, self._undeleted.waiting)
         if now != self._said:
             self._said = now
             self._tell(now)
+        waiting = (*islice(self._in_flight.values(), 1), *islice(self._queue.values(), 1))
+        answered = min(waiting) - 1 if waiting else self._order
+        assert answered >= self._said_order, f"{answered} after {self._said_order}"
+        if answered != self._said_order:
+            self._said_order = answered
+            self._tell(DeletesAnswered(answered))

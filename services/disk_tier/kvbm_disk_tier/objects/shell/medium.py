@@ -174,8 +174,10 @@ class ObjectMedium:
 
     async def append(self, effect: AppendJournal) -> Journaled | None:
         """Queue the removed objects for deletion; an object that is written is its own record."""
-        removed = [r.block for r in effect.records if r.operation is Operation.REMOVED]
-        self._deletes.add(map(self._names.name_of, removed))
+        removed = [r for r in effect.records if r.operation is Operation.REMOVED]
+        if removed:
+            names = [self._names.name_of(record.block) for record in removed]
+            self._deletes.add(names, order=removed[-1].order)
         return None if effect.write is None else Journaled((effect.write,))
 
     async def rewrite(self, _effect: RewriteJournal) -> None:

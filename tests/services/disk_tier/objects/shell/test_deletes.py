@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from kvbm_disk_tier.core.messages import DeletesRefused
+from kvbm_disk_tier.core.messages import DeletesAnswered, DeletesRefused
 from kvbm_disk_tier.objects.core.answers import FolderList, Page
 from kvbm_disk_tier.objects.shell import deletes as deletes_module
 from kvbm_disk_tier.objects.shell.deletes import Deletes
@@ -74,7 +74,12 @@ async def store() -> Store:
 async def running(deletes: Deletes) -> AsyncIterator[list[DeletesRefused]]:
     """The task that empties the queue, and what it tells of refusals and failures."""
     told: list[DeletesRefused] = []
-    task = asyncio.create_task(deletes.run(told.append))
+
+    def tell(message: DeletesRefused | DeletesAnswered) -> None:
+        if isinstance(message, DeletesRefused):
+            told.append(message)
+
+    task = asyncio.create_task(deletes.run(tell))
     try:
         yield told
     finally:
@@ -274,3 +279,38 @@ async def test_an_answer_that_names_other_objects_is_counted_as_a_failure(store:
         await wait_until(lambda: ended)
         assert deletes.concerns("kv/a")
     assert ended[:2] == [("failed", 1), ("deleted", 0)]
+
+
+async def test_a_removal_is_answered_when_the_store_has_answered_for_each_of_its_objects(
+    store: Store,
+) -> None:
+    """Goal: a reset does not say done while the first delete is under way.
+
+    1. Two removals, the second while the first is under way. 2. The store deletes. 3. It fails:
+    that is told before the removal counts as answered. 4. It deletes again.
+    """
+    told: list[DeletesRefused | DeletesAnswered] = []
+    deletes = Deletes(store, lambda outcome, count: None)
+    task = asyncio.create_task(deletes.run(told.append))
+    try:
+        store.may_answer.clear()
+        deletes.add(["kv/a"], order=7)
+        await wait_until(lambda: store.asked)
+        deletes.add(["kv/b"], order=9)
+        assert told == []
+        store.may_answer.set()
+        await wait_until(lambda: len(told) == 2)
+        assert told == [DeletesAnswered(8), DeletesAnswered(9)]
+        store.left = {"*": "SlowDown"}
+        deletes.add(["kv/c"], order=12)
+        await wait_until(lambda: len(told) == 4)
+        waiting = "objects wait to be deleted: 1 (SlowDown)"
+        assert told[2:] == [DeletesRefused("", waiting), DeletesAnswered(12)]
+        deletes.add(["kv/wrong-size"])
+        store.left = {}
+        await wait_until(lambda: told[-1] == DeletesRefused(""))
+        await wait_until(lambda: not len(deletes))
+        assert len(told) == 5
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
