@@ -20,6 +20,11 @@ GONE_MAX = 1024
 LOST_AGE_S = 24 * 3600.0
 LEFT_AGE_S = 600.0
 
+RESTART_S = 30.0
+"""A service that left by itself no longer ago may be starting again."""
+KEEPS = ("disk-tier", "object-tier")
+"""The services whose next life has the blocks of the one before."""
+
 Manner = Literal["lost", "left"]
 AGES_S: dict[Manner, float] = {"lost": LOST_AGE_S, "left": LEFT_AGE_S}
 
@@ -84,6 +89,12 @@ class GoneServices:
     def lost(self, now_s: float) -> list[ServiceRecord]:
         """Return the services that went silent and are not back, without those that left."""
         return [one.record for one in self.of(now_s) if one.manner == "lost"]
+
+    def restarting(self, now_s: float) -> list[ServiceRecord]:
+        """Return the tiers that left just now, and may come back with what they held."""
+        return [one.record for one in self.of(now_s)
+                if one.manner == "left" and one.record.kind in KEEPS
+                and now_s - one.at_s < RESTART_S]  # fmt: skip
 
     def forget(self, lost: Collection[ServiceRecord]) -> int:
         """Forget these lives of services that went silent; return how many were still lost."""

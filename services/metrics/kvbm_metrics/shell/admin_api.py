@@ -141,14 +141,14 @@ def _change(verb: OperatorVerb) -> Endpoint:
         registered, silent = await api.fleet.records_and_lost()
         where = {"host": given.get("host"), "instance": given.get("instance")}
         kinds = operations.kinds_of(verb, given)
-        meant = silent if verb.name == "reset" else []
-        lost = operations.meant(meant, kinds=kinds, **where)
-        found = operations.meant if lost else operations.targets
+        may_return = (silent, api.fleet.restarting()) if verb.name == "reset" else ([], [])
+        lost, left = (operations.meant(one, kinds=kinds, **where) for one in may_return)
+        found = operations.meant if lost or left else operations.targets
         records = found(registered, kinds=kinds, **where)
         request = request_of(verb, given, actor)
         if verb.job:
             work = operations.WORK[verb.name](api.fleet, records, verb.name, request)
-            work = operations.with_lost(work, lost)
+            work = operations.with_lost(work, lost, left)
             return _job_view(api.jobs.start(verb.name, actor, work))
         outcomes = await operations.change(api.fleet, records, verb.name, request)
         return ChangeView(outcomes=outcomes)

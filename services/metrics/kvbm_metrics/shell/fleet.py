@@ -205,6 +205,10 @@ class Fleet:
         records = await self.records()
         return records, self._lost(lost_before, asked_now=records)
 
+    def restarting(self) -> list[ServiceRecord]:
+        """Return the tiers that left just now, and may come back with what they held."""
+        return self._gone.restarting(self._clock_s())
+
     async def forget(self, host: str) -> int:
         """Forget the lost services of a host; return how many.
 

@@ -148,9 +148,8 @@ def removing(
 
     It asks each instance in steps until nothing is left to remove: a tier before those below it,
     which take its blocks. Blocks were on their way into a tier when its turn came: `reset` asks all
-    again until a round removes nothing, and counts what they bring as `arrived`. So it does while a
-    bucket has objects to delete. An instance that refuses one part of the hashes is asked for the
-    others.
+    again until a round removes nothing and no bucket has objects to delete, and counts what they
+    bring as `arrived`. An instance that refuses one part of the hashes is asked for the others.
     """
     parts = [None] if whole.hashes is None else _parts(whole.hashes, STEP_BLOCKS_MAX)
     order = [*TIER_OF_KIND]
@@ -187,8 +186,7 @@ def removing(
         if verb != "reset":
             return
         first, missing = tally["removed"], tally["missing"]
-        tally["arrived"] = 0
-        until_s, removed = time.monotonic() + SETTLE_S, -1
+        until_s, removed, tally["arrived"] = time.monotonic() + SETTLE_S, -1, 0
         while (removed != tally["removed"] or undeleted) and time.monotonic() < until_s:
             await asyncio.sleep(ROUND_PAUSE_S)
             removed = tally["removed"]
@@ -208,8 +206,7 @@ async def _steps(
     more, idle = True, 0
     while more:
         reply = await fleet.ask_instance(record, verb, request, _remove)
-        # A tier looks through many blocks in turns, and may remove none in one.
-        idle = 0 if reply.removed else idle + 1
+        idle = 0 if reply.removed else idle + 1  # A tier looks through many blocks in turns.
         more = reply.more
         if more and idle >= IDLE_TURNS_MAX:
             raise NoProgress(f"nothing was removed in {idle} turns")
@@ -221,13 +218,17 @@ SILENCE = (
     "gone for good, `kvbm forget {host}` leaves it out"
 )
 
+RESTART = "left: it may be starting again, with what it holds; ask again in half a minute"
 
-def with_lost(work: Work, lost: Sequence[ServiceRecord]) -> Work:
-    """Return the work of a reset that fails for instances which went silent: a tier that hangs may
-    come back with what it holds."""
+
+def with_lost(
+    work: Work, lost: Sequence[ServiceRecord], restarting: Sequence[ServiceRecord] = ()
+) -> Work:
+    """Return the work of a reset that fails for instances which may come back with their blocks."""
 
     async def whole(job: Job) -> AsyncGenerator[Progress, None]:
-        job.errors |= {record.key: SILENCE.format(host=record.host) for record in lost}
+        said = (*((one, RESTART) for one in restarting), *((one, SILENCE) for one in lost))
+        job.errors |= {record.key: text.format(host=record.host) for record, text in said}
         async with contextlib.aclosing(work(job)) as steps:
             async for progress in steps:
                 yield progress

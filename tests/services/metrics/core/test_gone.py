@@ -5,7 +5,14 @@ from __future__ import annotations
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
 from kvbm_metrics.core.collector import status_view
 from kvbm_metrics.core.fleet_view import FleetView
-from kvbm_metrics.core.gone import GONE_MAX, LEFT_AGE_S, LOST_AGE_S, GoneServices, gone_views
+from kvbm_metrics.core.gone import (
+    GONE_MAX,
+    LEFT_AGE_S,
+    LOST_AGE_S,
+    RESTART_S,
+    GoneServices,
+    gone_views,
+)
 from kvbm_metrics.core.kvbm_totals import Totals
 from kvbm_metrics.core.rates import Rates
 
@@ -51,6 +58,20 @@ def test_services_that_are_forgotten_are_not_lost_any_more() -> None:
     assert (services.forget(named), services.forget(named)) == (1, 0)
     keys = [one.record.key for one in services.of(0.0)]
     assert keys == [DISK.key, again.key, "host-tier.other.0"]
+
+
+def test_a_tier_that_left_just_now_may_be_starting_again() -> None:
+    """Goal: of what holds blocks over a restart. 1. A host tier does not. 2. A disk tier that is
+    back, was lost, or has been away for long is not starting."""
+    services = GoneServices()
+    services.take(Left(HOST, "deleted"), 0.0)
+    services.take(Left(record("disk-tier", host="lost"), "expired"), 0.0)
+    services.take(Left(DISK, "deleted"), 1.0)
+    assert services.restarting(RESTART_S) == [DISK]
+    assert services.restarting(RESTART_S + 1) == []
+    services.take(Left(DISK, "deleted"), RESTART_S + 2)
+    services.take(Joined(record("disk-tier", epoch=2)), RESTART_S + 3)
+    assert services.restarting(RESTART_S + 3) == []
 
 
 def test_of_those_that_are_gone_some_are_lost() -> None:

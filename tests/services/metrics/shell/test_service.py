@@ -92,6 +92,32 @@ async def test_a_host_that_is_gone_for_good_is_forgotten() -> None:
         await bus.close()
 
 
+async def test_a_disk_tier_that_is_being_started_again_is_not_reset() -> None:
+    """Goal: it comes back with its blocks, so a reset of the others would not be done.
+
+    1. A disk tier leaves in order. 2. Resets fail for it. 3. It is back, and one is done.
+    """
+    async with Stack.private({"admin_open": "admin"}, services=("metrics",)) as stack:
+        bus = await Bus.connect(stack.admin, "t", counters=Metrics())
+        registry = NatsRegistry(bus, ttl_s=60.0)
+        async with httpx.AsyncClient(base_url=url_of(stack)) as client:
+            entry = await registry.register("disk-tier", "here", "0")
+            await registry.register("host-tier", "here", "0")
+            for kind in ("disk-tier", "host-tier"):
+                await bus.add_verbs(kind, "0", "here", {"reset": nothing_left})
+            await status_when(client, lambda said: "here" in said["hosts"])
+            await entry.revoke()
+            await status_when(client, lambda said: said["gone"])
+            for tier in ("all", "disk"):
+                reset = ["reset", "--everything", "--tier", tier, "--wait", "--yes"]
+                assert "it may be starting again" in await kvbm(1, *reset, stack=stack)
+            await registry.register("disk-tier", "here", "0")
+            await status_when(client, lambda said: not said["gone"])
+            await kvbm(0, *reset, stack=stack)
+        await registry.close()
+        await bus.close()
+
+
 async def nothing_left(_payload: bytes) -> bytes:
     """Answer a reset as a tier that is empty."""
     return msgspec.json.encode(RemoveReply(removed=0))
