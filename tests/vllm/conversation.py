@@ -24,12 +24,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`run` the asks, `reset` the prefix cache, `dump` its content, `verify never`,
     `hold loads`, `time calls`, `load weights`, `replace adapter` (in place, by that of the first
     ask), `reset all`, `reset refused` (while the first ask runs; ok: vLLM has refused), `pause`,
-    `park`, `restore`, `state` (nothing but the reply) or `stop`."""
+    `write in pause` (weights, while the first ask runs), `park`, `restore`, `state`
+    (nothing but the reply) or `stop`."""
 
     what: str
     path: str = ""
     """Of a file: as long as it is there, a step that loads does not go on (`hold loads`). Of a
-    model's directory (`load weights`)."""
+    model's directory (`load weights`, `write in pause`)."""
     asks: list[Ask] = []
     group: int | None = None
     """`dump` the blocks of this KV group alone."""

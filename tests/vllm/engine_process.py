@@ -74,7 +74,7 @@ class Engine:
             case "time calls":
                 self._time_calls()
             case "load weights":
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": command.path})
+                self._load_weights(command.path)
             case "replace adapter":
                 ok = bool(self._engine.add_lora(adapter_of(command.asks[0], load_inplace=True)))
             case "reset all":
@@ -85,6 +85,8 @@ class Engine:
                 )
             case "reset refused":
                 ok = self._reset_refused(command.asks[0])
+            case "write in pause":
+                self._write_in_pause(command.path, command.asks[0])
             case "pause":
                 self._engine.engine_core.engine_core.pause_scheduler(clear_cache=True)
                 self._engine.engine_core.engine_core.resume_scheduler()
@@ -189,16 +191,35 @@ class Engine:
 
     def _reset_refused(self, beside: Ask) -> bool:
         """Reset while a request runs; return whether vLLM has kept its device cache."""
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(temperature=0, max_tokens=beside.new_tokens, detokenize=False)
-        self._engine.add_request(beside.name, {"prompt_token_ids": beside.tokens}, parameters)
+        self._begin(beside)
         while self._engine.has_unfinished_requests() and not self.scheduler.running:
             self._engine.step()
         refused = not self._engine.reset_prefix_cache(reset_connector=True)
         while self._engine.has_unfinished_requests():
             self._engine.step()
         return refused
+
+    def _write_in_pause(self, path: str, beside: Ask) -> None:
+        """Write weights as RL frameworks do that keep what runs: its request goes on after."""
+        core = self._engine.engine_core.engine_core
+        self._begin(beside)
+        while not any(request.num_output_tokens for request in self.scheduler.running):
+            self._engine.step()
+        core.pause_scheduler("keep", clear_cache=False)
+        self._load_weights(path)
+        core.resume_scheduler()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def _begin(self, ask: Ask) -> None:
+        """Begin a request whose answer is not the subject."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=ask.new_tokens, detokenize=False)
+        self._engine.add_request(ask.name, {"prompt_token_ids": ask.tokens}, parameters)
+
+    def _load_weights(self, path: str) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def _settle(self) -> bool:
         """Step until nobody holds blocks: vLLM's own loop would do the same."""

@@ -45,6 +45,8 @@ def test_a_reset_after_new_weights_hides_what_the_old_ones_made(
        lent again: blocks are loaded as before.
     6. A reset that vLLM refuses, after yet other weights: what the device has kept of the first
        ones is hit, and not stored, so that nobody loads it later.
+    7. Weights are written in a pause, while a request runs, and vLLM's cache alone is reset, as the
+       connector is not told: nothing of before is found, and nothing of that request is stored.
     """
     other = make_model(tmp_path / "other", "full", seed=1)
     log = log_dir / "fresh.log"
@@ -95,6 +97,15 @@ def test_a_reset_after_new_weights_hides_what_the_old_ones_made(
         clean = engine.run(Ask(name="clean", tokens=tokens))
         assert clean[0].cached == 0
         assert alike(clean, old)
+        refused = engine.count("requests_refused.reset")
+        during = Ask(name="during", tokens=prompt(3, 300), new_tokens=40)
+        engine.say(Command(what="write in pause", path=other, asks=[during]))
+        assert engine.count("requests_refused.reset") == refused + 1
+        for cached in (0, 480):
+            engine.reset()
+            written = engine.run(Ask(name=f"written {cached}", tokens=tokens))
+            assert written[0].cached == cached
+            assert alike(written, expected)
     finally:
         engine.stop()
 

@@ -24,7 +24,7 @@ def watch_loads(core_class: Any = None) -> None:
     """Have vLLM's `EngineCore` tell our connectors of each adapter that it has loaded, or failed
     to: it may have taken the old one away by then."""
     if core_class is None:
-        core_class = _core_class()
+        core_class = engine_core()
     load = getattr(core_class, LOAD, None)
     if load is None:
         log.warning("vLLM's engine core has no %r: an adapter that is loaded in place is not seen "
@@ -41,14 +41,14 @@ def watch_loads(core_class: Any = None) -> None:
             failed = False
             return answer
         finally:
-            for connector in _ours(getattr(engine.scheduler, "connector", None)):
+            for connector in ours(getattr(engine.scheduler, "connector", None), "adapters_lost"):
                 _tell(connector, lora_request, failed=failed)
 
     setattr(loaded, WATCHED, True)
     setattr(core_class, LOAD, loaded)
 
 
-def _core_class() -> Any:
+def engine_core() -> Any:
     """Return vLLM's class, or None where this vLLM has it elsewhere."""
     try:
         from vllm.v1.engine.core import EngineCore
@@ -67,10 +67,11 @@ def _tell(connector: Any, lora_request: Any, *, failed: bool) -> None:
         connector.adapters_lost()
 
 
-def _ours(connector: Any) -> Iterator[Any]:
-    """Yield our connectors: an engine's only one, or children of vLLM's `MultiConnector`."""
+def ours(connector: Any, method: str) -> Iterator[Any]:
+    """Yield our connectors, which have this method: an engine's only one, or children of vLLM's
+    `MultiConnector`."""
     children = getattr(connector, "_connectors", None)
     for child in children if isinstance(children, (list, tuple)) else ():
-        yield from _ours(child)
-    if hasattr(connector, "adapters_lost"):
+        yield from ours(child, method)
+    if hasattr(connector, method):
         yield connector

@@ -69,3 +69,10 @@ def is_cleared(pool: Any) -> bool | None:
     if not hasattr(pool, "num_gpu_blocks") or not hasattr(pool, "get_num_free_blocks"):
         return None
     return int(pool.num_gpu_blocks) - int(pool.get_num_free_blocks()) == 1
+
+
+def is_empty(pool: Any) -> bool:
+    """Return whether the pool has no block in use and its prefix cache none at all; False where
+    that is not known."""
+    cached: Any = getattr(pool, "cached_block_hash_to_block", None)
+    return bool(is_cleared(pool)) and hasattr(cached, "__len__") and len(cached) == 0

@@ -43,12 +43,13 @@ from kvbm_connectors.vllm.namespace import (
 from kvbm_connectors.vllm.options import Options, recompute_failed_loads
 from kvbm_connectors.vllm.plan import NEWS, StepPlan
 from kvbm_connectors.vllm.ranks import watch_ranks
-from kvbm_connectors.vllm.resets import PrefixCacheWatch, begin_generation, weights_are_pushed
+from kvbm_connectors.vllm.resets import Generations, PrefixCacheWatch, weights_are_pushed
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 from kvbm_connectors.vllm.shape import rank_here, shape_of
 from kvbm_connectors.vllm.statistics import PASSES_THROUGH, KvbmPromMetrics, KvbmStats
 from kvbm_connectors.vllm.step_meter import meter_of
 from kvbm_connectors.vllm.versions import repeats_request_ids, sources_of, tables_in
+from kvbm_connectors.vllm.weight_writes import watch_writes
 from kvbm_connectors.vllm.worker_side import WorkerSide, lend_layers
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._block_pool: Any = None
         self._watch = PrefixCacheWatch()
-        self._forgets = self._options.forgets(weights_are_pushed(vllm_config))
+        self._generations: Generations | None = None
         self._holds: BlockHolds | None = None
         self._lend: Callable[[], None] = lambda: None
         self._parked = False
@@ -98,6 +99,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             recompute_failed_loads(transfer)
             watch_loads()
+            watch_writes()
             with unbound():
                 self._start_scheduler()
 
@@ -147,6 +149,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self.adapter_loaded = self._scheduler.adapter_loaded  # Called by adapter_loads.py.
         self.adapters_lost = self._scheduler.adapters_lost
+        forgets = self._options.forgets(weights_are_pushed(self._vllm_config))
+        self._generations = Generations(self._scheduler, half, self._watch, forgets=forgets)
+        self.weights_written = self._generations.weights_written  # Called by weight_writes.py.
         self._scheduler_half.start()
         self._barrier = watch_ranks(half, self._scheduler.counts, self._world_size, settings)
         log.info("%s, namespace %s", self._life.engine, self._namespace)
@@ -206,9 +211,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Answer vLLM: see SchedulerSide.matched."""
-        if self._scheduler is None:
+        if self._scheduler is None or self._generations is None:
             return 0, False
-        self._look_for_reset()
+        self._generations.look()
         return self._scheduler.matched(request, num_computed_tokens)
 
     def on_new_request(self, request: Any) -> None:
@@ -223,7 +228,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KvbmMetadata:
         """Plan a step: see SchedulerSide.plan."""
-        self._look_for_reset()
+        if self._generations is not None:
+            self._generations.look()
         plan = StepPlan() if self._scheduler is None else self._scheduler.plan(scheduler_output)
         return KvbmMetadata(plan)
 
@@ -301,20 +307,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks have other names. False: vLLM has refused to clear its device cache, because some
         request holds blocks of before. Those are not stored.
         """
-        side, half = self._scheduler, self._scheduler_half
-        if side is None or half is None:
-            return True
-        self._watch.emptied()  # This reset is answered.
-        return begin_generation(side, half, self._block_pool, self._watch)
-
-    def _look_for_reset(self) -> None:
-        """Find nothing of before if vLLM has emptied its prefix cache alone, after new weights."""
-        emptied = self._watch.emptied()
-        if emptied and self._forgets:
-            log.info("vLLM's prefix cache was reset, and weights may be others")
-            self.reset_cache()
-        elif self._scheduler_half is not None:
-            self._watch.follow(self._scheduler_half, emptied=emptied)
+        return self._generations is None or self._generations.reset()
 
     # --- the workers' -----------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 vLLM calls a connector's `reset_cache` only for a reset with `reset_connector`. RL frameworks write
 new weights into a running engine, and reset vLLM's prefix cache alone, as they do without a
-connector. What the tiers hold was computed with the old weights: in an engine that is made for such
-updates, a reset of the prefix cache alone begins another generation, too.
+connector, or not at all. What the tiers hold was computed with the old weights. So weights that are
+seen to be written (`weight_writes.py`) begin another generation. In an engine that is made for such
+updates a reset of the prefix cache alone does, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from kvbm_common.wire.local_fields import Adapter
 
 from kvbm_connectors.client.scheduler import SchedulerHalf
-from kvbm_connectors.vllm.block_holds import is_cleared
+from kvbm_connectors.vllm.block_holds import is_cleared, is_empty
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 log = logging.getLogger(__name__)
@@ -27,15 +28,15 @@ RESET_WAIT_S = 1.0
 
 
 def begin_generation(
-    side: SchedulerSide, half: SchedulerHalf, pool: Any, watch: PrefixCacheWatch
+    side: SchedulerSide, half: SchedulerHalf, watch: PrefixCacheWatch, *, cleared: bool | None
 ) -> bool:
     """Name blocks afresh: nothing that was stored so far is found again.
 
-    Returns whether vLLM has cleared its device cache (`pool` is its block pool). If not, the
-    consolidator hears of the generation when it has (`watch`).
+    Returns whether vLLM has `cleared` its device cache; None: not known. If not, the consolidator
+    hears of the generation when it has (`watch`).
     """
     generation = secrets.token_hex(8)
-    cleared = side.reset(generation, cleared=is_cleared(pool))
+    cleared = side.reset(generation, cleared=cleared)
     watch.awaited = generation
     if cleared:
         watch.announce_awaited(half, adapters=[])
@@ -74,6 +75,10 @@ class PrefixCacheWatch:
         self._unpublished: object = None
         """vLLM's events of an announced clear. It makes a new list when it publishes them."""
         self._announced_us = 0
+
+    @property
+    def pool(self) -> Any:
+        return self._pool
 
     def bind(self, pool: Any) -> None:
         """Watch this pool (vllm.v1.core.block_pool.BlockPool) from now on."""
@@ -116,3 +121,44 @@ class PrefixCacheWatch:
             elif now_us < self._announced_us:
                 self._announced_us = now_us
                 half.describe(generation_us=now_us)
+
+
+class Generations:
+    """Generations of an engine's names. Used by the scheduler's thread alone."""
+
+    def __init__(
+        self, side: SchedulerSide, half: SchedulerHalf, watch: PrefixCacheWatch, *, forgets: bool
+    ) -> None:
+        """Create those of one engine. `forgets`: a reset of vLLM's prefix cache alone begins one,
+        too."""
+        self._side, self._half, self._watch, self._forgets = side, half, watch, forgets
+        self._are_written = False
+
+    def reset(self) -> bool:
+        """Begin a generation, as vLLM asks for one; return whether it has cleared its cache."""
+        self._watch.emptied()  # This reset is answered, and what was written before it.
+        self._are_written = False
+        cleared = is_cleared(self._watch.pool)
+        return begin_generation(self._side, self._half, self._watch, cleared=cleared)
+
+    def weights_written(self) -> None:
+        """Note new weights: what is computed from the next step on has other names."""
+        self._are_written = True
+
+    def look(self) -> None:
+        """Find nothing of before if weights were written, or vLLM has emptied its cache alone and
+        they may be others. To be called before a step computes or finds anything."""
+        emptied = self._watch.emptied()
+        if self._are_written:
+            self._are_written = False
+            log.info("weights were written")
+            # vLLM goes on with what its requests and its device cache have of the old weights.
+            cleared = is_empty(self._watch.pool)
+            begin_generation(self._side, self._half, self._watch, cleared=cleared)
+        elif emptied and self._forgets:
+            log.info("vLLM's prefix cache was reset, and weights may be others")
+            self.reset()
+        else:
+            if emptied:
+                self._side.device_cleared()
+            self._watch.follow(self._half, emptied=emptied)

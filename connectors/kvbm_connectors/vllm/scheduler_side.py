@@ -371,13 +371,14 @@ class SchedulerSide:
             tracked.refused = reason
             self.counts[f"requests_refused.{reason}"] += 1
 
-    def reset(self, generation: str, *, cleared: bool | None = None) -> bool:
-        """Name blocks by another generation from now on.
+    def device_cleared(self) -> None:
+        """Note that vLLM has emptied its device cache: requests hit nothing of before there."""
+        self._stale = False
 
-        Returns whether the device cache holds nothing of the generation before. `cleared` says
-        whether vLLM has cleared it; None: it has unless a request holds blocks. Else it still hits
-        blocks of other weights, wrong in the new generation: requests that hit any are refused
-        until a reset succeeds.
+    def reset(self, generation: str, *, cleared: bool | None = None) -> bool:
+        """Name blocks by another generation from now on. Returns whether the device cache holds
+        nothing of the one before; `cleared` says so. None: it does unless a request holds blocks.
+        Else requests that hit any are refused until it is cleared: these may be of other weights.
 
         Requests that hold or load no blocks are followed afresh; what others compute is stored
         under no name. Offers are revoked: the engine's memory may be about to be taken away.

@@ -1,4 +1,5 @@
-"""Which engines forget with a reset of vLLM's prefix cache alone, and how such a reset is seen."""
+"""Which engines forget with a reset of vLLM's prefix cache alone, and how such a reset and new
+weights are seen."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, cast
 import pytest
 from kvbm_common.errors import ConfigError
 from kvbm_connectors.vllm.options import Options
-from kvbm_connectors.vllm.resets import PrefixCacheWatch, begin_generation, weights_are_pushed
+from kvbm_connectors.vllm.resets import Generations, PrefixCacheWatch, weights_are_pushed
 
 
 def config(transfer: object = None, **parallel: object) -> Any:
@@ -62,7 +63,8 @@ def test_a_generation_is_announced_with_the_time_of_its_clear(free: int) -> None
     half: Any = SimpleNamespace(describe=said.update, wait_described=lambda timeout_s: True)
     pool = SimpleNamespace(num_gpu_blocks=8, get_num_free_blocks=lambda: free)
     before, watch = time.time(), PrefixCacheWatch()
-    assert begin_generation(cast(Any, side), half, pool, watch) == (free == 7)
+    watch.bind(pool)
+    assert Generations(cast(Any, side), half, watch, forgets=False).reset() == (free == 7)
     if free == 6:
         assert said == {"adapters": []}
         watch.announce_awaited(half)
@@ -112,3 +114,47 @@ def test_a_pool_without_a_map_is_never_seen_to_be_emptied() -> None:
     watch = PrefixCacheWatch()
     watch.bind(object())
     assert not watch.emptied()
+
+
+class Side:
+    """SchedulerSide, as generations know it."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def reset(self, _generation: str, *, cleared: bool) -> bool:
+        self.heard.append(cleared)
+        return cleared
+
+    def device_cleared(self) -> None:
+        self.heard.append("emptied")
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_new_weights_begin_a_generation_once(forgets: bool) -> None:
+    """However many calls have written them, and whatever vLLM is asked to reset after."""
+    half: Any = SimpleNamespace(describe=lambda **words: None, wait_described=lambda _: True)
+    pool = SimpleNamespace(
+        num_gpu_blocks=8, get_num_free_blocks=lambda: 7, cached_block_hash_to_block={"old": 1}
+    )
+    side, watch = Side(), PrefixCacheWatch()
+    watch.bind(pool)
+    generations = Generations(cast(Any, side), half, watch, forgets=forgets)
+    generations.look()
+    for _ in range(3):
+        generations.weights_written()
+    assert side.heard == []
+    for _ in range(2):
+        generations.look()
+    assert side.heard == [False], "the device has blocks of the old weights"
+    pool.cached_block_hash_to_block = {}
+    for _ in range(2):
+        generations.look()
+    assert side.heard[1:] == [True if forgets else "emptied"]
+    generations.weights_written()
+    generations.look()
+    assert side.heard[2:] == [True], "written while the device was empty"
+    generations.weights_written()
+    assert generations.reset()
+    generations.look()
+    assert side.heard[3:] == [True], "vLLM's own reset after it is enough"
