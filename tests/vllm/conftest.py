@@ -70,9 +70,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("model"), "full")
 
 
-def make_lora(directory: Path, model: str, seed: int = 1) -> str:
+def make_lora(directory: Path, model: str, seed: int = 1, *, broken: bool = False) -> str:
     """A random LoRA adapter for a model; see make_lora.py."""
-    run_maker("make_lora", directory, model, str(directory), str(seed))
+    more = ["broken"] if broken else []
+    run_maker("make_lora", directory, model, str(directory), str(seed), *more)
     return str(directory)
 
 

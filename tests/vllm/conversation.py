@@ -23,9 +23,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`run` the asks, `reset` the prefix cache, `dump` its content, `verify never`,
     `hold loads`, `time calls`, `load weights`, `replace adapter` (in place, by that of the first
-    ask), `reset all`, `reset refused` (while the first ask runs; ok: vLLM has refused), `pause`,
-    `write in pause` (weights, while the first ask runs), `park`, `restore`, `state`
-    (nothing but the reply) or `stop`."""
+    ask; ok: it was loaded), `reset all`, `reset refused` (while the first ask runs; ok: vLLM has
+    refused), `pause`, `write in pause` (weights, while the first ask runs), `park`, `restore`,
+    `state` (nothing but the reply) or `stop`."""
 
     what: str
     path: str = ""

@@ -76,7 +76,7 @@ class Engine:
             case "load weights":
                 self._load_weights(command.path)
             case "replace adapter":
-                ok = bool(self._engine.add_lora(adapter_of(command.asks[0], load_inplace=True)))
+                ok = self._replace_adapter(command.asks[0])
             case "reset all":
                 ok = bool(
                     self._engine.reset_prefix_cache(
@@ -198,6 +198,14 @@ class Engine:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         return refused
+
+    def _replace_adapter(self, by: Ask) -> bool:
+        """Load an adapter in place; return whether vLLM could."""
+        try:
+            return bool(self._engine.add_lora(adapter_of(by, load_inplace=True)))
+        except RuntimeError as error:
+            print(f"not loaded: {error}", file=sys.stderr)
+            return False
 
     def _write_in_pause(self, path: str, beside: Ask) -> None:
         """Write weights as RL frameworks do that keep what runs: its request goes on after."""

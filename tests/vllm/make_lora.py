@@ -1,6 +1,7 @@
 """Make a LoRA adapter with random weights for the model that make_model.py makes.
 
-`python tests/vllm/make_lora.py MODEL DIRECTORY [SEED]`
+`python tests/vllm/make_lora.py MODEL DIRECTORY [SEED [broken]]`; `broken`: the last layer's weights
+have another shape, so that a load fails when it has put those of others in their places.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def main() -> None:
         prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden) * SPREAD
         tensors[f"{prefix}.lora_B.weight"] = torch.randn(width, RANK) * SPREAD
+    if sys.argv[4:] == ["broken"]:
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(2 * width, RANK)
     save_file(tensors, directory / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK,

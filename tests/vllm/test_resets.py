@@ -204,6 +204,8 @@ def test_an_adapter_that_is_replaced_in_place_stores_nothing(
        that had waited.
     3. The same prompt with the old adapter under a number of its own is answered as without a
        cache.
+    4. The first load of a third number fails half-way, and vLLM keeps what it has of it. What it
+       computes so with that number is not found with another one.
     """
     first = make_lora(tmp_path / "first", model, seed=1)
     second = make_lora(tmp_path / "second", model, seed=2)
@@ -225,5 +227,11 @@ def test_an_adapter_that_is_replaced_in_place_stores_nothing(
         engine.reset()
         again = engine.run(ask("again", 2, first))
         assert alike(again, one)
+        assert engine.say(Command(what="reset all")).ok
+        broken = make_lora(tmp_path / "broken", model, seed=2, broken=True)
+        assert not engine.say(Command(what="replace adapter", asks=[ask("", 3, broken)])).ok
+        assert not same(engine.run(ask("half", 3, first)), one), "computed with a part"
+        engine.reset()
+        assert alike(engine.run(ask("whole", 2, first)), one)
     finally:
         engine.stop()

@@ -41,8 +41,9 @@ def watch_loads(core_class: Any = None) -> None:
             failed = False
             return answer
         finally:
+            kept = not failed or _keeps(engine, lora_request)
             for connector in ours(getattr(engine.scheduler, "connector", None), "adapters_lost"):
-                _tell(connector, lora_request, failed=failed)
+                _tell(connector, lora_request, failed=failed, kept=kept)
 
     setattr(loaded, WATCHED, True)
     setattr(core_class, LOAD, loaded)
@@ -57,10 +58,19 @@ def engine_core() -> Any:
     return EngineCore
 
 
-def _tell(connector: Any, lora_request: Any, *, failed: bool) -> None:
+def _keeps(engine: Any, lora_request: Any) -> bool:
+    """Return whether vLLM may go on with what a load that has failed has brought: it counts an
+    adapter as loaded before all of its weights are in place."""
+    try:
+        return int(lora_request.lora_int_id) in engine.list_loras()
+    except Exception:
+        return True
+
+
+def _tell(connector: Any, lora_request: Any, *, failed: bool, kept: bool) -> None:
     """Tell a connector of a load. vLLM has loaded the adapter: an error of ours is not vLLM's."""
     try:
-        connector.adapter_loaded(lora_request, failed=failed)
+        connector.adapter_loaded(lora_request, failed=failed, kept=kept)
     except Exception:
         log.exception("cannot follow the adapters that vLLM loads; "
                       "requests with adapters are not cached from now on")  # fmt: skip

@@ -165,17 +165,18 @@ class Adapters:
         if len(self._mixed) >= ADAPTERS_MAX:
             raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters had numbers of others")
 
-    def note_load(self, lora: Any, *, failed: bool = False) -> bool:
+    def note_load(self, lora: Any, *, failed: bool = False, kept: bool = True) -> bool:
         """Note that vLLM has loaded an adapter; return whether more requests may be computed with
         other weights than they were named by: those that `may_share` it.
 
-        A load that has `failed` may have put some weights in the place of a number's others.
+        A load that has `failed` may have put some weights in the place of a number's others, or,
+        where vLLM has `kept` the number, of none.
         """
         number, key = int(lora.lora_int_id), _key_of(lora)
         in_memory = _tensors_of(lora) is not None
         if number not in self._numbers and number not in self._loaded:
-            if not failed:
-                self._loaded[number] = REPLACED if in_memory else key
+            if kept:
+                self._loaded[number] = REPLACED if in_memory or failed else key
             if len(self._loaded) > ADAPTERS_MAX:
                 del self._loaded[next(iter(self._loaded))]
             return False

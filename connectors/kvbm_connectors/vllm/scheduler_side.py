@@ -350,9 +350,9 @@ class SchedulerSide:
             self.hints.begin(request)
         return tracked
 
-    def adapter_loaded(self, lora: Any, *, failed: bool = False) -> None:
+    def adapter_loaded(self, lora: Any, *, failed: bool = False, kept: bool = True) -> None:
         """Store nothing more of requests whose adapter this one may have replaced."""
-        if self.extras.adapters.note_load(lora, failed=failed):
+        if self.extras.adapters.note_load(lora, failed=failed, kept=kept):
             is_meant = partial(self.extras.adapters.may_share, other=lora)
             for tracked in users_of(self._requests.values(), is_meant):
                 self._refuse(tracked, "lora_changed")

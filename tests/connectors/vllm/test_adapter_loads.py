@@ -10,37 +10,46 @@ from typing import Any
 import pytest
 from kvbm_connectors.vllm.adapter_loads import watch_loads
 
+BROKEN = SimpleNamespace(lora_int_id=7)
+
 
 class Core:
     """vllm.v1.engine.core.EngineCore."""
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: Any, listed: set[int] | None = None) -> None:
         self.scheduler = SimpleNamespace(connector=connector)
+        self._listed = listed
 
-    def add_lora(self, lora_request: str) -> bool:
-        if lora_request == "broken":
-            raise OSError(lora_request)
+    def add_lora(self, lora_request: Any) -> bool:
+        if lora_request is BROKEN:
+            raise OSError("broken")
         return True
+
+    def list_loras(self) -> set[int]:
+        if self._listed is None:
+            raise RuntimeError("the workers have different adapters")
+        return self._listed
 
 
 class Connector:
     """Ours: it hears of adapters, and does not understand `odd` ones."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, bool]] = []
+        self.heard: list[tuple[Any, bool, bool]] = []
         self.is_lost = False
 
-    def adapter_loaded(self, lora: str, *, failed: bool) -> None:
+    def adapter_loaded(self, lora: Any, *, failed: bool, kept: bool) -> None:
         if lora == "odd":
             raise TypeError(lora)
-        self.heard.append((lora, failed))
+        self.heard.append((lora, failed, kept))
 
     def adapters_lost(self) -> None:
         self.is_lost = True
 
 
 def test_our_connector_hears_of_each_load_once() -> None:
-    """Alone, or a child of `MultiConnector`. A load that fails may have replaced an adapter."""
+    """Alone, or a child of `MultiConnector`. A load that fails may have replaced an adapter, and
+    vLLM may have kept a part of it."""
 
     class Watched(Core):
         add_lora = Core.add_lora
@@ -51,10 +60,11 @@ def test_our_connector_hears_of_each_load_once() -> None:
     several = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
     for connector in (ours, several, SimpleNamespace(), None):
         assert Watched(connector).add_lora("poet")
-    assert ours.heard == [("poet", False)] * 2
-    with pytest.raises(OSError, match="broken"):
-        Watched(ours).add_lora("broken")
-    assert ours.heard[2:] == [("broken", True)]
+    assert ours.heard == [("poet", False, True)] * 2
+    for listed, kept in ((None, True), ({7}, True), ({1}, False)):
+        with pytest.raises(OSError, match="broken"):
+            Watched(ours, listed).add_lora(BROKEN)
+        assert ours.heard.pop() == (BROKEN, True, kept)
 
 
 def test_a_load_does_not_fail_because_of_a_connector() -> None:
