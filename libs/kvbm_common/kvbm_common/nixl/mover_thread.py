@@ -37,7 +37,7 @@ from typing import Self, TypeVar
 
 from kvbm_common.nixl.doorbell import Doorbell
 from kvbm_common.nixl.library import POSIX_IO_COUNT_MAX, posix_defaults, probe_posix
-from kvbm_common.nixl.pump import PAUSE_S, QUIET_POLL_S, Call, Pump
+from kvbm_common.nixl.pump import PAUSE_S, Call, Pump
 from kvbm_common.nixl.spans import Registration, Spans
 from kvbm_common.nixl.transfer_queue import Transfer
 from kvbm_common.nixl.transfers import (
@@ -95,11 +95,9 @@ class MoverThread:
         backends: Sequence[str] = ("UCX",),
         posix_params: Mapping[str, str] | None = None,
         object_params: Mapping[str, str] | None = None,
-        quiet_poll_s: float = QUIET_POLL_S,
     ) -> None:
         """Start the thread and its agent. `posix_params` default to `posix_defaults()`;
-        `object_params` say where the bucket of the back end OBJ is; `quiet_poll_s`: how often an
-        idle mover looks for peers that were not announced (`attend`).
+        `object_params` say where the bucket of the back end OBJ is.
 
         Raises `MoverUnavailable`. The agent's name, by which peers know it, is `name` and a random
         suffix: NIXL would take a restarted process for its former self and read stale memory.
@@ -116,7 +114,7 @@ class MoverThread:
         given = {"POSIX": posix_params, "OBJ": object_params}
         parameters = {name: dict(value) for name, value in given.items() if value is not None}
         self._thread = threading.Thread(
-            target=self._run, args=(tuple(backends), parameters, started, quiet_poll_s), daemon=True
+            target=self._run, args=(tuple(backends), parameters, started), daemon=True
         )
         self._thread.name = f"mover-{name}"
         self._thread.start()
@@ -167,6 +165,11 @@ class MoverThread:
     def expect_peer(self) -> None:
         """Say that a peer adds this agent now: a connection takes several polls on both sides."""
         self._call(lambda pump: pump.expect_peer())
+
+    def look_out(self, every_s: float | None) -> None:
+        """Say how often an idle mover looks for peers that were not announced (`attend`); None:
+        never. Without a word it does so every QUIET_POLL_S."""
+        self._call(lambda pump: pump.look_out(every_s))
 
     @property
     def attends(self) -> bool:
@@ -299,10 +302,9 @@ class MoverThread:
         backends: tuple[str, ...],
         parameters: dict[str, dict[str, str]],
         started: Future[Pump],
-        quiet_poll_s: float,
     ) -> None:
         try:
-            pump = Pump(self.agent_name, backends, parameters, self._finished, quiet_poll_s)
+            pump = Pump(self.agent_name, backends, parameters, self._finished)
         except Exception as error:  # Whatever it is, the constructor raises it to its caller.
             reason = f"no NIXL agent {self.agent_name} with {backends}: {error!r}"
             started.set_exception(MoverUnavailable(reason))

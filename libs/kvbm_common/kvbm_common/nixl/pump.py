@@ -76,7 +76,6 @@ class Pump:
         backends: tuple[str, ...],
         parameters: dict[str, dict[str, str]],
         finished: Callable[[], None],
-        quiet_poll_s: float = QUIET_POLL_S,
     ) -> None:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(name, config)
@@ -91,7 +90,7 @@ class Pump:
         """The descriptor on which the kernel signals the end of an I/O; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
         self._serves = self._spins = "UCX" in backends
-        self._quiet_poll_s = quiet_poll_s
+        self._quiet_poll_s: float | None = QUIET_POLL_S
         self._attend_until, self._connect_until = math.inf, 0.0
         self._busy_pause_s = OBJECT_PAUSE_S if backends == ("OBJ",) else PAUSE_S
         if self.ring_fd is not None:
@@ -184,6 +183,9 @@ class Pump:
 
     def attend(self, seconds: float) -> None:
         self._attend_until = time.monotonic() + seconds
+
+    def look_out(self, every_s: float | None) -> None:
+        self._quiet_poll_s = every_s
 
     def expect_peer(self) -> None:
         self._connect_until = time.monotonic() + CONNECT_S
@@ -329,6 +331,7 @@ class Pump:
         if peer in self._leaving and all(one.peer != peer for one in self._queue.posted):
             with contextlib.suppress(*NIXL_ERRORS):
                 self._agent.remove_remote_agent(peer)
+            self.expect_peer()  # The end of a connection takes several polls, too.
             self._leaving.pop(peer).set_result(None)
 
     def _serve(self, now: float) -> None:

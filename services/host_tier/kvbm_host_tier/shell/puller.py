@@ -26,6 +26,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.layout import chunks_of
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
+from kvbm_common.nixl.pump import QUIET_POLL_S
 from kvbm_common.nixl.spans import Registration
 from kvbm_common.runtime.metrics import Metrics, TransferFigures
 from kvbm_common.tier.layout import UNIT_BYTES
@@ -96,6 +97,7 @@ class Puller:
         self.mover = self.movers[0]
         for mover in self.movers:
             mover.attend(0)
+            mover.look_out(None)
         self._attends_until = 0.0
         self._unread = [0] * len(self.movers)
         """Bytes that each mover was given, and that are not read and summed up yet."""
@@ -168,6 +170,7 @@ class Puller:
             agent, memory = unwrap(effect.agent)
         except KvbmError as error:
             return PeerFailed(effect.engine, effect.rank, str(error))
+        self.mover.look_out(QUIET_POLL_S)  # From now on the worker may read from here.
         adding = [(mover, mover.add_peer(agent)) for mover in self.movers]
         try:
             async with asyncio.timeout(CALL_DEADLINE_S):

@@ -605,7 +605,8 @@ def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Me
     2. A peer that comes nevertheless gets its bytes.
     """
     memory.array[:BLOCK] = 7
-    with MoverThread("quiet", quiet_poll_s=0.03) as quiet, MoverThread("peer") as peer:
+    with MoverThread("quiet") as quiet, MoverThread("peer") as peer:
+        quiet.look_out(0.03)
         quiet.register_memory(memory.address, SIZE).result(LIMIT_S)
         assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
         quiet.attend(0)
@@ -619,6 +620,23 @@ def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Me
         assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
         quiet.attend(0)
         assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
+
+
+def test_a_mover_that_looks_for_no_one_polls_where_a_peer_is_expected(
+    tcp_only: None, memory: Memory
+) -> None:
+    memory.array[:BLOCK] = 7
+    with MoverThread("quiet") as quiet, MoverThread("peer") as peer:
+        quiet.register_memory(memory.address, SIZE).result(LIMIT_S)
+        quiet.attend(0)
+        quiet.look_out(None)
+        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) is None
+        target = Memory.of(BLOCK)
+        peer.register_memory(target.address, BLOCK).result(LIMIT_S)
+        name = peer.add_peer(quiet.metadata().result(LIMIT_S)).result(LIMIT_S)
+        quiet.attend(LIMIT_S)
+        peer.read(name, target.blocks([0]), memory.blocks([0]), deadline_s=LIMIT_S).result(LIMIT_S)
+        assert (target.array == 7).all()
 
 
 def test_a_missing_back_end_is_unavailable() -> None:

@@ -15,7 +15,14 @@ import pytest
 from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.copying import thread_count
 from kvbm_common.memory.arena import Arena, ArenaNoSpace
-from kvbm_common.nixl.mover_thread import PeerLost, TransferFailed, Transferred, TransferTimeout
+from kvbm_common.nixl.mover_thread import (
+    MoverThread,
+    PeerLost,
+    TransferFailed,
+    Transferred,
+    TransferTimeout,
+)
+from kvbm_common.nixl.pump import QUIET_POLL_S
 from kvbm_common.nixl.spans import Spans
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.parts import Grid, Share, share_of_rank
@@ -24,6 +31,7 @@ from kvbm_host_tier.core.messages import (
     NO_ARENA,
     AttachPeer,
     EngineId,
+    PeerAttached,
     PeerFailed,
     PullDone,
     PullFailed,
@@ -94,6 +102,24 @@ def test_an_arena_goes_only_for_one_that_fits_in_its_place(
     assert list(tmp_path.iterdir()) == []
     assert puller.make_arena(8 * SLOT_BYTES) == puller.info
     assert puller.info.capacity_bytes == 8 * SLOT_BYTES
+
+
+async def test_movers_rest_until_an_engine_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, no one reads the arena. Of several movers only the first is ever read from."""
+    polls: dict[MoverThread, float | None] = {}
+    monkeypatch.setattr(MoverThread, "look_out", lambda one, every_s: polls.update({one: every_s}))
+    puller = Puller(tmp_path, name="test", counters=Metrics())
+    try:
+        puller.make_arena(4 * SLOT_BYTES)
+        assert polls == dict.fromkeys(puller.movers)
+        with MoverThread("worker") as worker:
+            engine, agent = EngineId("ada", "0" * 16), worker.metadata().result(5)
+            assert isinstance(await puller.attach(AttachPeer(engine, 0, agent)), PeerAttached)
+        assert polls == dict.fromkeys(puller.movers) | {puller.mover: QUIET_POLL_S}
+    finally:
+        puller.close()
 
 
 def start_pull(*, ranks: int) -> StartPull:
