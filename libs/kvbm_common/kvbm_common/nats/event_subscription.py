@@ -60,6 +60,7 @@ from kvbm_common.nats.stream_positions import (
     is_event,
     positions_of,
     read_ends,
+    read_stream,
 )
 from kvbm_common.nats.streams import StreamSpec
 
@@ -184,8 +185,6 @@ class EventSubscription:
     async def _take(self) -> list[EventMessage]:
         batch: list[EventMessage] = []
         while self._arrived and len(batch) < BATCH_MAX:
-            if self._take_several(batch):
-                continue
             message = self._arrived[0]
             # The reply subject of an event has its position, so its headers are not read.
             if not is_event(message):
@@ -193,6 +192,8 @@ class EventSubscription:
                 # Any other status means that the consumer has ended.
                 is_control = message.headers.get("Status") == CONTROL
                 intact = is_control and await self._take_control(message)
+            elif self._take_several(batch):
+                continue
             else:
                 place = positions_of(message.reply)
                 if batch and self._whole and 0 < self._position < place[0] - 1:
@@ -271,6 +272,8 @@ class EventSubscription:
                 continue
             name, stream, position = self._consumer_name, self._stream, self._position
             try:
+                if self._horizon.has_all((await read_stream(self._link, self._spec.name)).state):
+                    continue
                 consumer, now = await read_ends(self._link, self._spec.name, name)
             except KvbmError as error:
                 _log.debug("%s: the stream's position cannot be read: %s", self._spec.name, error)

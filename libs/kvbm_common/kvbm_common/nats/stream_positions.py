@@ -100,8 +100,13 @@ async def read_ends(link: Link, stream: str, consumer: str) -> tuple[ConsumerInf
     """Read the consumer, then the stream: `Horizon.advance` needs this order. Raises KvbmError."""
     asked = await call_api(link, f"CONSUMER.INFO.{stream}.{consumer}")
     consumer_info = msgspec.json.decode(asked, type=ConsumerInfo)
+    return consumer_info, await read_stream(link, stream)
+
+
+async def read_stream(link: Link, stream: str) -> StreamInfo:
+    """Read what a stream has now; raises KvbmError."""
     asked = await call_api(link, f"STREAM.INFO.{stream}")
-    return consumer_info, msgspec.json.decode(asked, type=StreamInfo)
+    return msgspec.json.decode(asked, type=StreamInfo)
 
 
 class Horizon:
@@ -117,6 +122,10 @@ class Horizon:
         """Begin with a new reader or another stream: nothing up to `certain` is wanted."""
         self.certain = max(0, certain)  # A stream that never held anything begins with 0.
         self._ended_with = state.last_seq
+
+    def has_all(self, state: StreamState) -> bool:
+        """Tell whether nothing has come since the last look, and all before is certain."""
+        return state.last_seq == self._ended_with <= self.certain
 
     def advance(
         self, consumer: ConsumerInfo, state: StreamState, *, position: int, taken: int
