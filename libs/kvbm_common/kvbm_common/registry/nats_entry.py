@@ -170,7 +170,8 @@ class NatsRegistration(HeldEntry):
         next_s = self._next_beat_in_s
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), next_s)
+                async with asyncio.timeout(next_s):
+                    await self._woken.wait()
             self._woken.clear()
             if self._holder is not None and self._holder.has_left:
                 self._holder = None

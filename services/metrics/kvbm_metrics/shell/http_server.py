@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.runtime.pauses import pause_s
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 CONNECTIONS_MAX = 256
@@ -61,7 +62,8 @@ class HttpServer(uvicorn.Server):
         while not await self.on_tick(0):
             self._sweep(time.monotonic())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), TICK_S)
+                async with asyncio.timeout(pause_s(TICK_S)):
+                    await self._ended.wait()
 
     def end(self) -> None:
         """Have `serve` finish the answers under way, and return."""
