@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 
 COMMANDS = "kvbm.commands"
 SERVICES = "kvbm.services"
-OWN_COMMANDS = ("up", "serve", "config", "doctor")
-"""Commands that need no module of another package."""
+OWN = ("up", "serve", "config", "doctor", "--version")
+"""First words that need no command of another module."""
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def make_app(arguments: list[str]) -> typer.Typer:
     for name, command in own.items():
         app.command(name, epilog=epilog_of(name))(command)
     wanted = arguments[0] if arguments else ""
-    if wanted not in OWN_COMMANDS:
+    if wanted not in OWN:
         for name, command in sorted(_further_commands(wanted).items()):
             app.command(name, epilog=epilog_of(name))(command)
     return app
