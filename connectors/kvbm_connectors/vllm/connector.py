@@ -211,9 +211,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Answer vLLM: see SchedulerSide.matched."""
-        if self._scheduler is None or self._generations is None:
+        if self._scheduler is None:
             return 0, False
-        self._generations.look()
+        if self._generations is not None:
+            self._generations.look()
         return self._scheduler.matched(request, num_computed_tokens)
 
     def on_new_request(self, request: Any) -> None:

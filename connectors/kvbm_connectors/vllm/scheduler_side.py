@@ -234,6 +234,8 @@ class SchedulerSide:
         """Offer what is full of a request that this step computes for."""
         drafts = (output.scheduled_spec_decode_tokens or {}).get(name, ())
         tracked.scheduled(output.num_scheduled_tokens[name], len(drafts))
+        if self._stale and tracked.hits_device:
+            self._refuse(tracked, "stale_device")
         if self._hybrid:
             tables = self.tables_of(output.kv_connector_block_state, name)
             self._offers.hold_tails(tracked, tables, max(0, tracked.dispatched_tokens))
@@ -380,12 +382,11 @@ class SchedulerSide:
         nothing of the one before; `cleared` says so. None: it does unless a request holds blocks.
         Else requests that hit any are refused until it is cleared: these may be of other weights.
 
-        Requests that hold or load no blocks are followed afresh; what others compute is stored
-        under no name. Offers are revoked: the engine's memory may be about to be taken away.
+        Requests without blocks are followed afresh; what others compute is stored under no name.
+        Offers are revoked: the engine's memory may be about to be taken away.
         """
-        if cleared is None:
-            cleared = not any(one.holds_blocks for one in self._requests.values())
-        self._stale = not cleared
+        holds = any(one.holds_blocks for one in self._requests.values())
+        self._stale = holds if cleared is None else not cleared
         self.extras.begin(generation)
         live = [(name, one) for name, one in self._requests.items() if not one.finished]
         for name, tracked in live:
@@ -396,4 +397,4 @@ class SchedulerSide:
             else:
                 self._refuse(tracked, "reset")
         self._offers.revoke_all()
-        return cleared
+        return not self._stale

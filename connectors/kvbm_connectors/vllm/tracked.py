@@ -147,8 +147,8 @@ class Tracked:
         return extras
 
     def readmitted(self) -> None:
-        """Forget what was computed: the engine admits the request (again)."""
-        self.admitted = None
+        """Forget what was computed and loaded: the engine admits the request (again)."""
+        self.admitted, self.loaded = None, (0, 0)
         self.dispatched_tokens = self.decodes_from = 0
 
     def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
@@ -255,6 +255,12 @@ class Tracked:
         names = self.names[hasher.namespace.group]
         first = names.index(run.hashes[0]) * hasher.namespace.block_tokens
         self.offered = min(self.offered, first)
+
+    @property
+    def hits_device(self) -> bool:
+        """Return whether the engine's own cache gave it tokens when it was last admitted. A
+        connector is told of whole blocks: of fewer tokens it is told 0."""
+        return self.admitted is not None and self.admitted > self.loaded[1]
 
     def was_loaded(self, index: int, block_tokens: int) -> bool:
         """Return whether a block came from the host tier."""

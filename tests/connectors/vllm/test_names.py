@@ -738,10 +738,13 @@ def test_a_load_in_flight_is_told() -> None:
     assert not side.reset(NEW)
 
 
-def computed(side: SchedulerSide, name: str, hits: int) -> tuple[int | None, bool]:
-    """Admit a request of two blocks with device hits, compute the rest, and finish it."""
+def computed(
+    side: SchedulerSide, name: str, hits: int, told: int | None = None
+) -> tuple[int | None, bool]:
+    """Admit a request of two blocks with device hits, compute the rest, and finish it. Of a hit
+    within a block, vLLM has `told` the tokens of whole blocks."""
     request = Request(name)
-    found = side.matched(request, hits)
+    found = side.matched(request, hits if told is None else told)
     side.allocated(request, Blocks(), 0)
     request.num_computed_tokens = hits
     step = Output({name: 9 - hits}, kv_connector_block_state=Blocks())
@@ -767,6 +770,9 @@ def test_after_a_refused_reset_device_hits_are_not_stored(cleared: bool | None) 
     assert side.counts["requests_refused.stale_device"] == 1
     assert computed(side, "miss", 0) == (8, True)
     assert half.offers == 1
+    assert computed(side, "hit within a block", 2, told=0) == (8, True)
+    assert half.offers == 1
+    assert side.counts["requests_refused.stale_device"] == 2
     side.finished(running, [[]])
     side.reset("00000000000000f2", cleared=True)
     assert computed(side, "hit again", 4) == (4, True)
