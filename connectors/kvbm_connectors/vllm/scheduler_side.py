@@ -182,7 +182,7 @@ class SchedulerSide:
             ids += tables[group.table][needed.start : needed.stop]
             names += tracked.first_names(group.hasher, needed.stop)[needed.start :]
         load = self._take(tracked, names, ids, external_tokens)
-        tracked.lease, tracked.loaded = load.lease, (tracked.local, end)
+        tracked.load_begins(load.lease, end)
         # What is loaded is in the host tier. It must count as known before a request shares it.
         self._offers.loads(names)
         self._loads.append(load)

@@ -71,6 +71,8 @@ class Tracked:
     hit: Hit = field(default_factory=lambda: Hit(0))
     loaded: tuple[int, int] = (0, 0)
     """The tokens from which and up to which a load was made, or is being made."""
+    loads_to: int = 0
+    """The token up to which a load was made since the last admission."""
     unloadable: bool = False
     """A hit could not be loaded, or not as a whole: the request is computed."""
     gave_way: bool = False
@@ -147,9 +149,13 @@ class Tracked:
         return extras
 
     def readmitted(self) -> None:
-        """Forget what was computed and loaded: the engine admits the request (again)."""
-        self.admitted, self.loaded = None, (0, 0)
+        """Forget what was computed: the engine admits the request (again)."""
+        self.admitted, self.loads_to = None, 0
         self.dispatched_tokens = self.decodes_from = 0
+
+    def load_begins(self, lease: int, end: int) -> None:
+        """Note a load of the tokens before `end`, beyond those of the device."""
+        self.lease, self.loads_to, self.loaded = lease, end, (self.local, end)
 
     def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
         """Note a step of `tokens` tokens, `drafts` of them drafts, before vLLM counts them."""
@@ -260,7 +266,7 @@ class Tracked:
     def hits_device(self) -> bool:
         """Return whether the engine's own cache gave it tokens when it was last admitted. A
         connector is told of whole blocks: of fewer tokens it is told 0."""
-        return self.admitted is not None and self.admitted > self.loaded[1]
+        return self.admitted is not None and self.admitted > self.loads_to
 
     def was_loaded(self, index: int, block_tokens: int) -> bool:
         """Return whether a block came from the host tier."""
