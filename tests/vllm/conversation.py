@@ -22,15 +22,16 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`run` the asks, `reset` the prefix cache, `dump` its content, `verify never`,
-    `hold loads`, `time calls`, `load weights`, `replace adapter` (in place, by that of the first
-    ask; ok: it was loaded), `reset all`, `reset refused` (while the first ask runs; ok: vLLM has
-    refused), `pause`, `write in pause` (weights, while the first ask runs), `park`, `restore`,
-    `state` (nothing but the reply) or `stop`."""
+    `hold loads`, `time calls`, `load weights`, `receive weights` (by a function of the program),
+    `replace adapter` (in place, by that of the first ask; ok: it was loaded), `reset all`,
+    `reset refused` (while the first ask runs; ok: vLLM has refused), `pause`, `write in pause`
+    (weights, while the first ask runs), `park`, `restore`, `state` (nothing but the reply) or
+    `stop`."""
 
     what: str
     path: str = ""
     """Of a file: as long as it is there, a step that loads does not go on (`hold loads`). Of a
-    model's directory (`load weights`, `write in pause`)."""
+    model's directory (`load weights`, `receive weights`, `write in pause`)."""
     asks: list[Ask] = []
     group: int | None = None
     """`dump` the blocks of this KV group alone."""

@@ -7,6 +7,7 @@ It uses vLLM in one process, so that its scheduler and connector can be looked a
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import math
 import os
@@ -75,6 +76,8 @@ class Engine:
                 self._time_calls()
             case "load weights":
                 self._load_weights(command.path)
+            case "receive weights":
+                self._llm.collective_rpc(functools.partial(receive, path=command.path))
             case "replace adapter":
                 ok = self._replace_adapter(command.asks[0])
             case "reset all":
@@ -333,6 +336,11 @@ def hold_loads(path: Path) -> None:
         start(load)
 
     side._start = start_later
+
+
+def receive(worker: Any, path: str) -> None:
+    """Write weights in a function of a program's own."""
+    worker.reload_weights(weights_path=path)
 
 
 def adapter_of(ask: Ask, **more: Any) -> Any:

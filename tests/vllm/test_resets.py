@@ -47,6 +47,7 @@ def test_a_reset_after_new_weights_hides_what_the_old_ones_made(
        ones is hit, and not stored, so that nobody loads it later.
     7. Weights are written in a pause, while a request runs, and vLLM's cache alone is reset, as the
        connector is not told: nothing of before is found, and nothing of that request is stored.
+    8. So it is where a function of the program writes them, whose name says nothing.
     """
     other = make_model(tmp_path / "other", "full", seed=1)
     log = log_dir / "fresh.log"
@@ -106,6 +107,11 @@ def test_a_reset_after_new_weights_hides_what_the_old_ones_made(
             written = engine.run(Ask(name=f"written {cached}", tokens=tokens))
             assert written[0].cached == cached
             assert alike(written, expected)
+        engine.say(Command(what="receive weights", path=model))
+        engine.reset()
+        received = engine.run(Ask(name="received", tokens=tokens))
+        assert received[0].cached == 0
+        assert alike(received, old)
     finally:
         engine.stop()
 

@@ -3,28 +3,46 @@
 vLLM tells no connector of `reload_weights` or `update_weights`. Without a reset that follows,
 blocks of the old weights would be found by requests that compute with the new ones, and blocks of
 the new ones stored under the names of the old. Such calls go through the engine core, in the
-scheduler's process and thread: by their names it is known what they do.
+scheduler's process and thread, by names that each RL framework makes up. A name that is not known
+as harmless counts as a write: a false alarm costs what is cached, a missed write wrong answers.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbm_connectors.vllm.adapter_loads import WATCHED, engine_core, ours
 
 CALL = "collective_rpc"
 """The method of vLLM's engine core that calls a method of all workers."""
-WRITTEN = ("weight", "param")
-"""Words in the names of methods that write weights, of vLLM's own and of RL frameworks':
-`update_weights_from_ipc`, `update_named_param`."""
-READERS = ("init_", "shutdown_", "compute_", "get_", "save_", "check_", "list_", "dump_")
-"""Beginnings of names of methods that write none, as `init_weight_transfer_engine`."""
-OTHERS = frozenset({"load_model"})
-"""Further methods that write weights."""
+APPLY = "apply_model"
+"""The method of workers that calls a function with the model, which is its first argument."""
+READERS = (
+    "check_", "close_", "collect_", "compute_", "count_", "destroy_", "dump_", "get_", "has_",
+    "inspect_", "is_", "list_", "measure_", "report_", "save_", "shutdown_", "supports_",
+    "validate_", "verify_",
+)  # fmt: skip
+"""Beginnings of names that write no weights."""
+CONNECTED = ("_collective", "_communicator", "_engine", "_group")
+"""Endings of names that begin with `init_` and connect workers, as `init_weight_update_group`."""
+OTHERS = frozenset({
+    "checkpoint_prepare", "checkpoint_restore", "liveness_probe", "pin_lora", "profile",
+    "release_late_interaction_query_cache", "remove_lora", "reset_encoder_cache", "reset_mm_cache",
+    "snapshot_worker_identity", "start_profile", "stop_profile", "synchronize_device",
+    "update_max_model_len",
+})  # fmt: skip
+"""Further names that write none: vLLM's own, and two of Dynamo. Not `sleep` and `wake_up`: called
+by name they leave vLLM's prefix cache as it is, while its memory is gone."""
+WRITTEN = ("weight", "param", "load")
+"""Words in names that surely write."""
+WARNED_MAX = 64
+"""Names that are logged, each once."""
 
 log = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 def watch_writes(core_class: Any = None) -> None:
@@ -45,21 +63,49 @@ def watch_writes(core_class: Any = None) -> None:
         try:
             return call(engine, method, *arguments, **more)
         finally:
-            if writes(method):
+            name = name_of(method, *arguments, **more)
+            if not is_harmless(name):
                 for connector in ours(_connector_of(engine), "weights_written"):
+                    _warn(name)
                     connector.weights_written()
 
     setattr(called, WATCHED, True)
     setattr(core_class, CALL, called)
 
 
-def writes(method: Any) -> bool:
-    """Return whether a method of workers writes weights, by its name; it may be a function."""
-    name = method if isinstance(method, str) else str(getattr(method, "__name__", ""))
+def name_of(
+    method: Any,
+    timeout: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the name of what a call of workers runs; `""` where it has none.
+
+    The method may be a function. Of `apply_model` it is the name of its argument.
+    """
+    if method == APPLY:
+        method = next(iter((*(args or ()), *(kwargs or {}).values())), "")
+    while isinstance(method, functools.partial):
+        method = method.func
+    return method if isinstance(method, str) else str(getattr(method, "__name__", ""))
+
+
+def is_harmless(name: str) -> bool:
+    """Return whether a method of workers is known to write no weights, by its name."""
     name = name.lstrip("_")
-    if name in OTHERS:
+    if name in OTHERS or name.startswith(READERS):
         return True
-    return any(word in name for word in WRITTEN) and not name.startswith(READERS)
+    return name.startswith("init_") and name.endswith(CONNECTED)
+
+
+def _warn(name: str) -> None:
+    """Say once of each name that may write none that it counts as a write, and the way out."""
+    if name in _warned or len(_warned) >= WARNED_MAX or any(word in name for word in WRITTEN):
+        return
+    _warned.add(name)
+    log.warning("vLLM's workers were called by %r, which may write weights: from now on the engine "
+                "finds nothing stored before each such call. If it writes none, call it by a name "
+                "that begins with get_ or check_", name)  # fmt: skip
 
 
 def _connector_of(engine: Any) -> Any:

@@ -3,12 +3,13 @@ the real one."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvbm_connectors.vllm.weight_writes import watch_writes, writes
+from kvbm_connectors.vllm.weight_writes import is_harmless, name_of, watch_writes
 
 
 class Connector:
@@ -36,23 +37,48 @@ class Core:
         return f"{method} {timeout}"
 
 
+def receive(worker: object) -> None:
+    raise AssertionError(worker)
+
+
+def get_rank(worker: object) -> None:
+    raise AssertionError(worker)
+
+
 @pytest.mark.parametrize(
-    ("method", "written"),
-    [
-        ("reload_weights", True), ("start_weight_update", True), ("update_weights", True),
-        ("finish_weight_update", True), ("start_draft_weight_update", True), ("load_model", True),
-        ("update_weights_from_ipc", True), ("update_named_param", True), ("reset_weights", True),
-        ("init_weight_transfer_engine", False), ("shutdown_weight_transfer_engine", False),
-        ("compute_weight_checksums", False), ("list_loras", False), ("sleep", False),
-        (lambda worker: worker.rank, False),
-    ],
+    "method",
+    ["reload_weights", "start_weight_update", "update_weights", "finish_weight_update",
+     "start_draft_weight_update", "load_model", "update_weights_from_ipc", "update_named_param",
+     "reset_weights", "load_state_dict", "load_states", "recv_and_load", "broadcast_bucket",
+     "sync_model", "refit", "merge_lora_into_base", "set_steering_data", "init_weights", "sleep",
+     "wake_up", "add_lora", receive, functools.partial(receive, None),
+     lambda worker: worker.rank],
 )  # fmt: skip
-def test_methods_that_write_weights_are_known_by_their_names(method: Any, written: bool) -> None:
-    assert writes(method) == written
+def test_a_method_that_is_not_known_as_harmless_writes_weights(method: Any) -> None:
+    assert not is_harmless(name_of(method))
 
 
-def test_our_connector_hears_of_each_write_once() -> None:
-    """One that fails counts: it may have written some."""
+@pytest.mark.parametrize(
+    "method",
+    ["init_weight_transfer_engine", "shutdown_weight_transfer_engine", "compute_weight_checksums",
+     "list_loras", "init_weight_update_group", "init_process_group", "init_communicator",
+     "init_weight_update_communicator", "init_collective", "report_device_id", "profile",
+     "release_late_interaction_query_cache", "get_model_inspection", "check_weights_changed",
+     "save_self_weights_to_disk", "synchronize_device", "liveness_probe", get_rank,
+     functools.partial(get_rank, None)],
+)  # fmt: skip
+def test_methods_that_write_no_weights_are_known_by_their_names(method: Any) -> None:
+    assert is_harmless(name_of(method))
+
+
+def test_of_a_model_it_is_the_function_that_counts() -> None:
+    assert name_of("apply_model", None, (get_rank,)) == "get_rank"
+    assert name_of("apply_model", kwargs={"fn": receive}) == "receive"
+    assert not is_harmless(name_of("apply_model"))
+
+
+def test_our_connector_hears_of_each_write_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One that fails counts: it may have written some. A name that nobody knows is logged once."""
 
     class Watched(Core):
         collective_rpc = Core.collective_rpc
@@ -74,6 +100,10 @@ def test_our_connector_hears_of_each_write_once() -> None:
         Watched(connector).collective_rpc("update_weights")
     Watched(ours).collective_rpc("list_loras")
     assert ours.heard == 3
+    for _ in range(2):
+        Watched(ours).collective_rpc("broadcast_buckets")
+    assert ours.heard == 5
+    assert caplog.text.count("may write weights") == caplog.text.count("'broadcast_buckets'") == 1
 
 
 def test_a_core_without_such_calls_is_not_watched(caplog: pytest.LogCaptureFixture) -> None:
