@@ -59,7 +59,7 @@ NUMBERS_IN_USE = 256
 """Numbers of one adapter where those that were left out are used again. The consolidator does
 without further ones: to tell each in turn would take a message with each request."""
 NEVER_NS = 2**63
-REPLACED = ("", "")
+REPLACED = ("", "", "")
 """Stands in the place of an adapter for a number that was several adapters'."""
 WARNED_MAX = 256
 """Adapters and reasons that are logged, each once; all refusals are counted."""
@@ -78,6 +78,8 @@ WAYS_OUT = {
 log = logging.getLogger(__name__)
 
 Said = Callable[[list[Adapter]], None]
+Key = tuple[str, str, str]
+"""Name, path and format of an adapter's weights, which a request may say."""
 
 
 class AdapterRefused(KvbmError):
@@ -122,19 +124,21 @@ class Adapters:
         self._warned: set[tuple[str, str]] = set()
         self._since_ns = since_ns
         self._applied = applied
-        self._known: dict[tuple[str, str], _Known] = {}
-        """Name and path → the adapter, as vLLM's own cache tells adapters apart."""
-        self._numbers: dict[int, tuple[str, str]] = {}
+        self._known: dict[Key, _Known] = {}
+        self._formats: dict[tuple[str, str], Key] = {}
+        """Name and path → the adapter that had them first: vLLM's own cache tells adapters apart by
+        these alone."""
+        self._numbers: dict[int, Key] = {}
         """The ADAPTERS_MAX numbers that were used last, and what each stands for. A reset leaves
         them, as vLLM keeps what it has loaded under a number."""
-        self._loaded: dict[int, tuple[str, str]] = {}
+        self._loaded: dict[int, Key] = {}
         """Numbers of adapters that vLLM has loaded, and no request has used yet."""
-        self._mixed: set[tuple[str, str]] = set()
+        self._mixed: set[Key] = set()
         """Adapters with such a number: the device's cache may have blocks of one under the name of
         another, until a reset."""
         self._has_more = False
         """True: adapters were added to these, and `note_load` has not told of them."""
-        self._told: dict[int, tuple[str, str]] = {}
+        self._told: dict[int, Key] = {}
         """Number → the adapter that the consolidator knows by it. An adapter has NUMBERS_IN_USE
         numbers at most."""
 
@@ -187,7 +191,7 @@ class Adapters:
         has_more, self._has_more = self._has_more, False
         return has_more
 
-    def _look_at(self, number: int, key: tuple[str, str]) -> None:
+    def _look_at(self, number: int, key: Key) -> None:
         """Refuse an adapter whose number was another's, or whose files have changed."""
         try:
             self._note(number, key)
@@ -201,7 +205,7 @@ class Adapters:
         """Return whether blocks of an adapter may be computed with the weights of one that was
         replaced: it has the same number or name, or had a number of others."""
         key = _key_of(lora)
-        same = lora.lora_int_id == other.lora_int_id or key == _key_of(other)
+        same = lora.lora_int_id == other.lora_int_id or key[:2] == _key_of(other)[:2]
         return same or key in self._mixed or len(self._mixed) >= ADAPTERS_MAX
 
     def _warn(self, name: str, refused: AdapterRefused) -> None:
@@ -211,7 +215,7 @@ class Adapters:
             log.warning("requests with the LoRA adapter %r are not cached (%s: %s): %s",
                         name, refused.code, refused, WAYS_OUT[refused.code])  # fmt: skip
 
-    def _value_of(self, lora: Any, key: tuple[str, str]) -> str:
+    def _value_of(self, lora: Any, key: Key) -> str:
         number = int(lora.lora_int_id)
         again = number in self._numbers
         self.check(lora)
@@ -224,14 +228,21 @@ class Adapters:
             self._tell(number, key, again=again)
         return lora_extra(key[0], known.content)
 
-    def _note(self, number: int, key: tuple[str, str]) -> None:
-        """Note what a number stands for. Raises AdapterRefused where it was something else."""
+    def _note(self, number: int, key: Key) -> None:
+        """Note what a number stands for. Raises AdapterRefused where it was something else, or
+        another number stands for the same in another format."""
         known = self._remember(number, key)
         if known != key:
             self._distrust(number, key)
             raise AdapterRefused("lora_changed", f"{number} was {known}")
+        first = self._formats.setdefault(key[:2], key)
+        if first != key:
+            self._mix({first, key})
+            raise AdapterRefused("lora_changed", f"the weights of {key[0]} have two formats")
+        if len(self._formats) > ADAPTERS_MAX:
+            del self._formats[next(iter(self._formats))]
 
-    def _remember(self, number: int, key: tuple[str, str]) -> tuple[str, str]:
+    def _remember(self, number: int, key: Key) -> Key:
         """Return what a number stands for, `key` if it is new, and count it as used last: vLLM
         keeps the adapters that were used last."""
         loaded = self._loaded.pop(number, key)
@@ -240,13 +251,13 @@ class Adapters:
             del self._numbers[next(iter(self._numbers))]
         return known
 
-    def _distrust(self, number: int, key: tuple[str, str]) -> None:
+    def _distrust(self, number: int, key: Key) -> None:
         """Refuse a number from now on, and until a reset the adapters that it stood for."""
         known = self._remember(number, key)
         self._numbers[number] = REPLACED
         self._mix({known, key} - {REPLACED}, number)
 
-    def _mix(self, keys: set[tuple[str, str]], *numbers: int) -> None:
+    def _mix(self, keys: set[Key], *numbers: int) -> None:
         """Refuse adapters until a reset. The consolidator names no block by them any more, nor by
         these numbers."""
         self._has_more |= not keys <= self._mixed
@@ -258,7 +269,7 @@ class Adapters:
         if untold:
             self._said(self._all())
 
-    def _tell(self, number: int, key: tuple[str, str], *, again: bool) -> None:
+    def _tell(self, number: int, key: Key, *, again: bool) -> None:
         """Tell the consolidator of a number, in the place of the oldest where there are many.
 
         One that was left out, and is used `again`, takes no other's place.
@@ -276,7 +287,7 @@ class Adapters:
         self._told[number] = key
         self._said(self._all())
 
-    def _read(self, lora: Any, key: tuple[str, str]) -> _Known:
+    def _read(self, lora: Any, key: Key) -> _Known:
         if len(self._known) >= ADAPTERS_MAX:
             self._forget_oldest()
         path = os.path.expanduser(key[1])  # As vLLM does.
@@ -286,9 +297,7 @@ class Adapters:
             files = signature(where)
             if where != Path(path):
                 files = {**files, **choice_of(where)}
-            content = (
-                f"{fingerprint(where)}/{getattr(lora, 'is_3d_lora_weight', '')}/{self._applied}"
-            )
+            content = f"{fingerprint(where)}/{key[2]}/{self._applied}"
             if not is_unchanged(files):
                 raise AdapterRefused("lora_changed", f"{key[0]} changes while it is read")
             if changed_ns(files) >= self._since_ns and not self._final:
@@ -319,6 +328,7 @@ class Adapters:
             self._known.clear()
         self._told.clear()
         self._mixed.clear()
+        self._formats.clear()
 
 
 def _tensors_of(lora: Any) -> Any:
@@ -326,6 +336,6 @@ def _tensors_of(lora: Any) -> Any:
     return getattr(lora, "lora_tensors", None)
 
 
-def _key_of(lora: Any) -> tuple[str, str]:
+def _key_of(lora: Any) -> Key:
     path = str(getattr(lora, "lora_path", "") or getattr(lora, "lora_local_path", ""))
-    return str(lora.lora_name), path
+    return str(lora.lora_name), path, str(getattr(lora, "is_3d_lora_weight", ""))

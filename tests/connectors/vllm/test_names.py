@@ -39,6 +39,7 @@ class Lora:
     lora_name: str = "poet"
     lora_tensors: Any = None
     load_inplace: bool = False
+    is_3d_lora_weight: bool = False
 
 
 def make_adapter(directory: Path, content: bytes = b"1") -> str:
@@ -197,6 +198,27 @@ def test_a_number_stands_for_one_adapter_after_a_reset_and_if_it_was_refused(
         with pytest.raises(AdapterRefused) as refused:
             adapters.value_of(Lora(other, number))
         assert refused.value.code == "lora_changed"
+
+
+def test_an_adapter_in_two_formats_is_refused_until_a_reset(tmp_path: Path) -> None:
+    """Goal: no block that was computed with weights in one format is found with the other.
+
+    vLLM's device cache finds them: it knows the adapter's name and path alone.
+    """
+    path = make_adapter(tmp_path / "a")
+    adapters = Adapters()
+    one, other = Lora(path), Lora(path, 2, is_3d_lora_weight=True)
+    value = adapters.value_of(one)
+    for lora in (other, one):
+        with pytest.raises(AdapterRefused) as refused:
+            adapters.value_of(lora)
+        assert refused.value.code == "lora_changed"
+    adapters.forget()
+    assert adapters.value_of(other) != value
+    adapters.forget()
+    assert adapters.value_of(one) == value
+    with pytest.raises(AdapterRefused):
+        adapters.value_of(Lora(path, is_3d_lora_weight=True))
 
 
 def test_both_adapters_of_a_number_are_refused_until_a_reset(tmp_path: Path) -> None:
