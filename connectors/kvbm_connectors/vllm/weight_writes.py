@@ -78,6 +78,7 @@ def name_of(
     timeout: float | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    **_: Any,
 ) -> str:
     """Return the name of what a call of workers runs; `""` where it has none.
 

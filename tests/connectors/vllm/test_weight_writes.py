@@ -74,6 +74,7 @@ def test_methods_that_write_no_weights_are_known_by_their_names(method: Any) -> 
 def test_of_a_model_it_is_the_function_that_counts() -> None:
     assert name_of("apply_model", None, (get_rank,)) == "get_rank"
     assert name_of("apply_model", kwargs={"fn": receive}) == "receive"
+    assert name_of("apply_model", args=[receive], non_block=True) == "receive", "later versions"
     assert not is_harmless(name_of("apply_model"))
 
 
