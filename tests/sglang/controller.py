@@ -132,9 +132,11 @@ def back_up(controller: Any, tokens: Sequence[int], slots: torch.Tensor, wait: b
     return controller.ack_backup_queue.get(timeout=ANSWER_S).completed_tokens if wait else 0
 
 
-def prefetch(controller: Any, tokens: Sequence[int], slots: torch.Tensor) -> int:
-    """Ask for a sequence and load what was found; return how many tokens came."""
+def prefetch(controller: Any, tokens: Sequence[int], slots: torch.Tensor, wait: bool) -> int:
+    """Ask for a sequence and, if told to wait, load what was found; return how many tokens came."""
     controller.prefetch("request", list(tokens))
+    if not wait:
+        return 0
     operation = controller.prefetch_hit_queue.get(timeout=ANSWER_S)
     if not operation.storage_hit_count:
         return 0

@@ -151,8 +151,8 @@ class Rank:
         return Reply(number=controllers.back_up(self.controller, command.tokens, slots, wait))
 
     def prefetch(self, command: Command) -> Reply:
-        slots = self.slots(command)
-        return Reply(number=controllers.prefetch(self.controller, command.tokens, slots))
+        slots, wait = self.slots(command), command.rounds > 0
+        return Reply(number=controllers.prefetch(self.controller, command.tokens, slots, wait))
 
     def flush(self, command: Command) -> Reply:
         controllers.flush(self.controller)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from tests.sglang.conftest import StartRank
 from tests.sglang.conversation import Pool
 from tests.sglang.harness import RankProcess, extra_of, pages
 from tests.sglang.test_arguments import MODEL
-from tests.vllm.harness import LiveStack
+from tests.vllm.harness import LiveStack, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -176,6 +178,35 @@ def test_a_push_that_nothing_else_tells_of_shows(
     engine.ask("push", keys=[way])
     assert engine.loads(tokens) == []
     engine.process.ask("release")
+
+
+def test_a_flush_ends_where_an_operator_lets_a_question_wait_for_long(
+    stack: LiveStack, rank: RankProcess
+) -> None:
+    """Goal: SGLang's scheduler, which waits 10 s for its storage threads at a flush, does not end.
+
+    1. Pages are on disk alone, and the disk tier stands still. 2. SGLang asks for them, and
+    flushes. 3. The disk tier goes on: what is stored then is loaded.
+    """
+    engine = Engine(rank, stack, arguments=SERVED, extra={"onboard_deadline_ms": 60_000})
+    written = stack.figures("disk-tier").get("offload_blocks_h2d", 0)
+    engine.computes(sequence(21), OLD)
+    wait_for(
+        lambda: stack.figures("disk-tier").get("offload_blocks_h2d", 0) >= written + COUNT,
+        "the pages do not come to the disk",
+    )
+    stack.forget("host-tier")
+    os.kill(pid := stack.stack.pids["disk-tier"], signal.SIGSTOP)
+    try:
+        asked = engine.ask("counts")["kv.lookups"]
+        rank.ask("prefetch", tokens=sequence(21), pages=pages(10, COUNT), rounds=0)
+        wait_for(lambda: engine.ask("counts")["kv.lookups"] > asked, "no question")
+        rank.ask("flush")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    engine.computes(sequence(22), NEW)
+    assert engine.loads(sequence(22)) == NEW
+    rank.ask("release")
 
 
 def test_ranks_that_share_pages_forget_together(stack: LiveStack, start: StartRank) -> None:

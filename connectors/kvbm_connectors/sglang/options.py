@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 
 from kvbm_connectors.client.engine_options import (
@@ -20,6 +21,8 @@ from kvbm_connectors.client.engine_options import (
     settings_of,
 )
 
+log = logging.getLogger(__name__)
+
 WHERE = "hicache_storage_backend_extra_config"
 SGLANGS = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold",
@@ -28,6 +31,10 @@ SGLANGS = frozenset({
 })  # fmt: skip
 """Keys of the same mapping that are SGLang's own."""
 OURS = frozenset({"revision", "plain_reset"})
+CALL_MAX_S = 8.0
+"""The longest wait of a call. Where a flush waits 10 s for one of SGLang's storage threads, its
+scheduler ends."""
+DEADLINES = ("onboard_deadline_ms", "offer_deadline_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class Options(EngineOptions):
         if not extra.get("interface_v1"):
             raise ConfigError("interface_v1", str(extra.get("interface_v1")), "1: pages are read "
                               "and written where they are")  # fmt: skip
-        settings = settings_of(extra, environ, where=WHERE, others=SGLANGS | OURS)
+        settings = bounded(settings_of(extra, environ, where=WHERE, others=SGLANGS | OURS))
         plain_reset = one_of(PLAIN_RESETS, extra, "plain_reset", where=WHERE)
         return cls(settings, str(extra.get("revision", "")), plain_reset)
 
@@ -55,9 +62,20 @@ class Options(EngineOptions):
         return replace(self, revision=revision)
 
 
+def bounded(settings: Settings) -> Settings:
+    """Return the same settings, with deadlines that end before a flush of SGLang's does."""
+    longest_ms = int(1000 * CALL_MAX_S)
+    late = [name for name in DEADLINES if getattr(settings, name) > longest_ms]
+    if not late:
+        return settings
+    log.warning("%s: %d ms here, SGLang's scheduler ends where a flush waits longer for a thread",
+                ", ".join(late), longest_ms)  # fmt: skip
+    shorter: dict[str, Any] = dict.fromkeys(late, longest_ms)
+    return replace(settings, **shorter)
+
+
 FORMAT = "dynamo"
 """SGLang's format of events whose hashes hold a request's extra key."""
-log = logging.getLogger(__name__)
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):

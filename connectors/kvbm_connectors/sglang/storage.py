@@ -7,6 +7,7 @@ miss for SGLang, which swallows exceptions: so each is logged and counted here.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -37,7 +38,7 @@ from kvbm_connectors.sglang.hits import (
     combine,
     trailing_lengths,
 )
-from kvbm_connectors.sglang.options import Options, Stream
+from kvbm_connectors.sglang.options import CALL_MAX_S, Options, Stream
 from kvbm_connectors.sglang.pages import (
     KV,
     UnknownPool,
@@ -234,9 +235,9 @@ class Storage:
         """Return the number of consecutive hits from the first key on."""
         return self._guarded("exists", 0, lambda: self._exists(keys, name))
 
-    def _exists(self, keys: Sequence[str], name: str) -> int:
+    def _exists(self, keys: Sequence[str], name: str, give_up_s: float = math.inf) -> int:
         entry = self._pools[name]
-        return entry.store.find(entry.names(keys))
+        return entry.store.find(entry.names(keys), give_up_s)
 
     def get(self, keys: Sequence[str], indices: Indices, name: str = KV) -> list[bool]:
         """Fill the pages of these token slots."""
@@ -283,26 +284,31 @@ class Storage:
         return self._guarded("exists", nothing, lambda: self._exists_in_all(keys, transfers))
 
     def _exists_in_all(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> Hits:
-        pages = self._exists(keys, KV)
+        give_up_s = time.monotonic() + CALL_MAX_S
+        pages = self._exists(keys, KV, give_up_s)
         pools = [
-            (_text(transfer.name), self._lengths(keys[:pages], transfer))
+            (_text(transfer.name), self._lengths(keys[:pages], transfer, give_up_s))
             for transfer in transfers
             if pages
         ]
         return combine(KV, pages, pools)
 
-    def _lengths(self, keys: Sequence[str], transfer: PoolTransfer) -> Sequence[int]:
+    def _lengths(
+        self, keys: Sequence[str], transfer: PoolTransfer, give_up_s: float
+    ) -> Sequence[int]:
         """Return the prefix lengths that a pool has its part of; raises UnknownPool for an unknown
         hit policy."""
         name, policy = _text(transfer.name), _text(transfer.hit_policy)
         if policy == ALL_PAGES:
-            return range(1, self._exists(keys, name) + 1)
+            return range(1, self._exists(keys, name, give_up_s) + 1)
         if policy == TRAILING_PAGES:
             entry = self._pools[name]
             window = max(1, len(transfer.keys or ()))
             # Ranks intersect their lengths: the longest one of each may be none of all.
             ranks = self._config.tp_size * self._config.pp_size * self._config.attn_cp_size
-            found = entry.store.present(entry.names(keys), window, every=ranks > 1)
+            found = entry.store.present(
+                entry.names(keys), window, every=ranks > 1, give_up_s=give_up_s
+            )
             return trailing_lengths(found, window)
         raise UnknownPool(f"pool {name!r} has the hit policy {policy!r}")
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.runtime.logs import OncePerKind
@@ -28,26 +28,19 @@ from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Hit, LoadResult, OfferRun, offers_of
 from kvbm_connectors.sglang.committed_pages import CommittedPages
+from kvbm_connectors.sglang.held_lookups import Held, HeldLookups
 from kvbm_connectors.sglang.hits import trailing_lengths
-from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.options import CALL_MAX_S, Options
 from kvbm_connectors.sglang.page_offers import POLL_S, PageOffers, parts_of
 
 log = logging.getLogger(__name__)
 
-HELD_MAX = 8
-"""Lookups whose leases wait for a load: more than SGLang has batches on their way."""
+QUESTION_LEAST_MS = 200
+"""The shortest wait for an answer, where the time of a call is used up: it is there by then unless
+the host tier stands still."""
 PRESENT_MAX = 64
 """Lookups of single pages that are asked at once."""
 SLOW_LOAD_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A lookup that `find` has made, with its lease, or one that only asks."""
-
-    request: str
-    names: tuple[SequenceHash, ...]
-    only_asks: bool = False
 
 
 class Store:
@@ -71,9 +64,7 @@ class Store:
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._results: dict[str, LoadResult] = {}
-        self._held: OrderedDict[SequenceHash, Held] = OrderedDict()
-        """Name of the first page → what is held. The oldest is given back when there are too
-        many."""
+        self._held = HeldLookups()
         self._committed = CommittedPages()
         self._closed = False
         settings = options.settings
@@ -156,8 +147,11 @@ class Store:
 
     # --- lookups ----------------------------------------------------------------------------
 
-    def find(self, names: Sequence[SequenceHash]) -> int:
-        """Return how many of these pages, from the first on, can be had now. They stay leased."""
+    def find(self, names: Sequence[SequenceHash], give_up_s: float = math.inf) -> int:
+        """Return how many of these pages, from the first on, can be had now. They stay leased.
+
+        `give_up_s`, of the monotonic clock, goes before a deadline that is later.
+        """
         if not names:
             return 0
         asked = tuple(names)
@@ -165,7 +159,7 @@ class Store:
             if self._is_known(asked):
                 self.counts["known_pages"] += len(asked)
                 return len(asked)
-            held, found = self._leased(asked)
+            held, found = self._leased(asked, give_up_s)
             if found:
                 self._hold(held)
             return found
@@ -180,13 +174,14 @@ class Store:
         welcome, epoch = scheduler.welcome, scheduler.epoch
         if self._closed or not self._committed.covers(names, welcome, epoch=epoch):
             return False
-        held = self._take_held(names) or Held(self._new_request(), names)
+        held = self._held.take(names) or Held(self._new_request(), names)
         self._hold(held)
         return self._look_up(held, hurry=False) is None
 
     def present(
-        self, names: Sequence[SequenceHash], window: int = 1, *, every: bool = True
-    ) -> list[bool]:
+        self, names: Sequence[SequenceHash], window: int = 1, *, every: bool = True,
+        give_up_s: float = math.inf,
+    ) -> list[bool]:  # fmt: skip
         """Return, for each of these pages, whether it can be loaded now.
 
         With `every`, the host tier is asked about each page that the committed table does not
@@ -199,13 +194,13 @@ class Store:
             return []
         found = self._listed(names) or [False] * len(names)
         self.counts["known_pages"] += sum(found)
-        began_s = time.monotonic()
+        give_up_s = min(give_up_s, time.monotonic() + self._onboard_deadline_ms / 1000)
         for end in range(len(names), 0, -PRESENT_MAX):
             longest = 0 if every else max(trailing_lengths(found, window), default=0)
             if longest >= min(len(names), end + window - 1):
                 break
             begin = max(0, end - PRESENT_MAX, longest - window + 1)
-            left_ms = self._onboard_deadline_ms - int(1000 * (time.monotonic() - began_s))
+            left_ms = int(1000 * (give_up_s - time.monotonic()))
             if left_ms <= 0:
                 self.counts["unasked_pages"] += found[:end].count(False)
                 break
@@ -238,10 +233,12 @@ class Store:
                 found[index] = self._answer(held).blocks > 0
                 self._give_back(held)
 
-    def _leased(self, names: tuple[SequenceHash, ...]) -> tuple[Held, int]:
+    def _leased(
+        self, names: tuple[SequenceHash, ...], give_up_s: float = math.inf
+    ) -> tuple[Held, int]:
         """Return a lookup of these pages, and how many it has found: that of `find` where it has
         all of them, or a new one. One without a page is given back."""
-        held = self._take_held(names)
+        held = self._held.take(names)
         if held is not None:
             at_once = self._look_up(held)
             hit = at_once or self._answer(held)
@@ -251,7 +248,7 @@ class Store:
             if at_once is None and hit.reason == "no_answer":
                 return held, 0  # Another question would wait for a second deadline.
         fresh = Held(self._new_request(), names)
-        found = min(self._answer(fresh).blocks, len(names))
+        found = min(self._answer(fresh, give_up_s).blocks, len(names))
         if not found:
             self._give_back(fresh)
         return fresh, found
@@ -266,9 +263,11 @@ class Store:
             onboard_deadline_ms=left_ms,
         )  # fmt: skip
 
-    def _answer(self, held: Held) -> Hit:
+    def _answer(self, held: Held, give_up_s: float = math.inf) -> Hit:
         """Ask until there is an answer: the core says no when its deadline has passed."""
-        if (hit := self._look_up(held)) is None:
+        left_ms = max(QUESTION_LEAST_MS, 1000 * (give_up_s - time.monotonic()))
+        left_ms = min(self._onboard_deadline_ms, left_ms)
+        if (hit := self._look_up(held, left_ms=int(left_ms))) is None:
             self._scheduler.nudge()
         while hit is None:
             if self._closed:
@@ -278,27 +277,14 @@ class Store:
         return hit
 
     def _hold(self, held: Held) -> None:
-        older = self._held.pop(held.names[0], None)
-        if older is not None and older.request != held.request:
-            self._give_back(older)
-        self._held[held.names[0]] = held
-        while len(self._held) > HELD_MAX:
-            _, oldest = self._held.popitem(last=False)
-            self._give_back(oldest)
-
-    def _take_held(self, names: tuple[SequenceHash, ...]) -> Held | None:
-        """Take the lookup that covers these names, if `find` has left one."""
-        held = self._held.get(names[0])
-        if held is None or held.names[: len(names)] != names:
-            return None
-        return self._held.pop(names[0])
+        for replaced in self._held.hold(held):
+            self._give_back(replaced)
 
     def _give_back(self, held: Held) -> None:
         self._scheduler.forget(held.request, hurry=False)
 
     def _give_all_back(self) -> None:
-        while self._held:
-            _, held = self._held.popitem()
+        for held in self._held.take_all():
             self._give_back(held)
 
     # --- loads ------------------------------------------------------------------------------
@@ -354,14 +340,17 @@ class Store:
         return complete
 
     def _is_stored(self, run: OfferRun) -> bool:
-        pulled, give_up_s = 0, time.monotonic() + self._offer_deadline_s
+        pulled, began_s = 0, time.monotonic()
+        give_up_s = began_s + self._offer_deadline_s
         for part in offers_of(run):  # Pages of a side pool come at once, and may be many.
             if (count := self._offers.pull([part])) is None:
                 return False
             pulled += count
         has_list, is_ours = self._listed(run.hashes) is not None, pulled == len(run.hashes)
         # What was pulled is committed, and listed, when this question is answered.
-        committed = (pulled > 0 or not has_list) and self._is_committed(run.hashes[-1])
+        committed = (pulled > 0 or not has_list) and self._is_committed(
+            run.hashes[-1], began_s + CALL_MAX_S
+        )
         return self._is_settled(run, give_up_s) if has_list and not is_ours else committed
 
     def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:
@@ -372,7 +361,7 @@ class Store:
             if again is None or self._closed or time.monotonic() > give_up_s:
                 return False
             if again:
-                self._is_committed(run.hashes[missing[-1]])
+                self._is_committed(run.hashes[missing[-1]], give_up_s)
             with self._changed:
                 self._wait(lambda: False, pause_s)
             pause_s = min(max(2 * pause_s, 0.005), 8 * POLL_S)
@@ -389,12 +378,12 @@ class Store:
                 self._ask_each(names, missing[start : start + PRESENT_MAX], found, left_ms)
         return [place for place in missing if not found[place]]
 
-    def _is_committed(self, name: SequenceHash) -> bool:
+    def _is_committed(self, name: SequenceHash, give_up_s: float) -> bool:
         """Return whether a page is committed. Our confirmation went ahead on the same socket, so
         the answer comes after the commit."""
         held = Held(self._new_request(), (name,), only_asks=True)
         with self._changed:
-            hit = self._answer(held)
+            hit = self._answer(held, give_up_s)
             self._give_back(held)
         # A page that failed to load lately is not looked up: then the pull's word must do.
         return hit.blocks > 0 or hit.reason == "avoided"

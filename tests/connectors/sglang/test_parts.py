@@ -361,6 +361,18 @@ def test_options_are_settings_and_sglangs_own_keys(caplog: pytest.LogCaptureFixt
     ]
 
 
+def test_no_call_waits_longer_than_sglangs_flush(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang's scheduler ends where a flush waits 10 s for a thread; the lease stays as it is."""
+    extra = {"interface_v1": 1, "offer_deadline_ms": 8_001, "lease_ms": 60_000}
+    limits = Options.read(extra, {"KVBM_ONBOARD_DEADLINE_MS": "600000"}).limits
+    assert (limits.onboard_deadline_ms, limits.offer_deadline_ms) == (8_000, 8_000)
+    assert limits.lease_ms == 60_000
+    assert [r.message for r in caplog.records if "flush" in r.message] == [
+        "onboard_deadline_ms, offer_deadline_ms: 8000 ms here, SGLang's scheduler ends where a "
+        "flush waits longer for a thread"
+    ]
+
+
 @pytest.mark.parametrize("extra", [{}, {"interface_v1": 0}, {"interface_v1": 1, "lease_ms": "x"}])
 def test_wrong_options_fail_the_attachment(extra: dict[str, Any]) -> None:
     """Without `interface_v1` SGLang would copy every page, through calls that we do not serve."""

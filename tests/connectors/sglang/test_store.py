@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kvbm_connectors.core.messages import OfferRun
+from kvbm_connectors.sglang import options as options_module
 from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang import store as store_module
 from kvbm_connectors.sglang.committed_pages import CommittedPages
@@ -79,6 +80,48 @@ def test_one_part_of_a_write_waits_where_nothing_is_pulled(
     assert found.get("paused_writes", 0) == bool(pause_s)
     if not pause_s:
         wait_for(lambda: all(storage.set(keys, pool.indices(range(COUNT)), None)))
+
+
+def test_a_call_with_a_long_deadline_ends_before_a_flush_does(
+    attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The host tier stands still: a write and a question end before it counts as lost, which it
+    does after seconds. 2. It goes on: what is stored then is found."""
+    monkeypatch.setattr(options_module, "CALL_MAX_S", 0.5)
+    long = {"onboard_deadline_ms": 60_000, "offer_deadline_ms": 60_000}
+    pool, keys = Pool(), keys_of("long", COUNT)
+    storage = attach(pool, extra=long)
+    stop_child(pid := stack.stack.pids["host-tier"])
+    try:
+        assert storage.set(keys, pool.indices(range(COUNT)), None) == [False] * COUNT
+        assert storage.exists(keys) == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    found = storage.all_counts()
+    assert (found["kv.offers_ended.deadline"], found["kv.lookups_unanswered"]) == (1, 1)
+    wait_for(lambda: all(storage.set(keys, pool.indices(range(COUNT)), None)))
+    assert storage.exists(keys) == COUNT
+
+
+def test_pools_of_one_question_share_its_time(
+    attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second pool's question is over with the time of the call, long before its deadline."""
+    monkeypatch.setattr(storage_module, "CALL_MAX_S", 0.1)
+    pool, states, draft = Pool(), Pool(page_size=1), Pool()
+    storage = attach(pool, mamba=states, draft=draft)
+    keys = keys_of("shared time", COUNT)
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    asked = [Transfer("draft", keys), Transfer("mamba", keys[-1:], hit_policy="trailing_pages")]
+    stop_child(pid := stack.stack.pids["host-tier"])
+    try:
+        hits = storage.exists_in_all(keys, asked)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (hits.pages, hits.by_pool["kv"]) == (0, COUNT)
+    found = storage.all_counts()
+    assert found["draft.lookups_unanswered"] == 1
+    assert found["mamba.unasked_pages"] == COUNT
 
 
 def test_a_write_of_pages_that_another_engine_stores_is_a_write(attach: Attach) -> None:
