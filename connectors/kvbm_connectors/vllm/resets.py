@@ -35,16 +35,17 @@ def begin_generation(
     Returns whether vLLM has `cleared` its device cache; None: not known. If not, the consolidator
     hears of the generation when it has (`watch`).
     """
-    generation = secrets.token_hex(8)
+    generation, is_told = secrets.token_hex(8), bool(watch.awaited)
     cleared = side.reset(generation, cleared=cleared)
     watch.awaited = generation
     if cleared:
         watch.announce_awaited(half, adapters=[])
     else:
         half.describe(adapters=[])
-        log.warning("vLLM has not cleared its device cache: requests that hit it pass through "
-                    "until a reset succeeds")  # fmt: skip
-    log.info("generation %s begins", generation)
+        level = logging.DEBUG if is_told else logging.WARNING
+        log.log(level, "vLLM has not cleared its device cache: requests that hit it pass through "
+                "until a reset succeeds")  # fmt: skip
+    log.log(logging.DEBUG if is_told else logging.INFO, "generation %s begins", generation)
     return cleared
 
 
@@ -151,7 +152,7 @@ class Generations:
         emptied = self._watch.emptied()
         if self._are_written:
             self._are_written = False
-            log.info("weights were written")
+            log.debug("weights were written")
             # vLLM goes on with what its requests and its device cache have of the old weights.
             cleared = is_empty(self._watch.pool)
             begin_generation(self._side, self._half, self._watch, cleared=cleared)

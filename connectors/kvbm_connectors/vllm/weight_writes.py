@@ -94,6 +94,8 @@ def name_of(
 def is_harmless(name: str) -> bool:
     """Return whether a method of workers is known to write no weights, by its name."""
     name = name.lstrip("_")
+    if "_and_" in name:  # As `check_and_update_weights`: the second word is another matter.
+        return False
     if name in OTHERS or name.startswith(READERS):
         return True
     return name.startswith("init_") and name.endswith(CONNECTED)

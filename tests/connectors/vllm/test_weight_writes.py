@@ -52,7 +52,7 @@ def get_rank(worker: object) -> None:
      "reset_weights", "load_state_dict", "load_states", "recv_and_load", "broadcast_bucket",
      "sync_model", "refit", "merge_lora_into_base", "set_steering_data", "init_weights", "sleep",
      "wake_up", "add_lora", receive, functools.partial(receive, None),
-     lambda worker: worker.rank],
+     "check_and_update_weights", "_save_and_reload_weights", lambda worker: worker.rank],
 )  # fmt: skip
 def test_a_method_that_is_not_known_as_harmless_writes_weights(method: Any) -> None:
     assert not is_harmless(name_of(method))
