@@ -35,17 +35,17 @@ def begin_generation(
     Returns whether vLLM has `cleared` its device cache; None: not known. If not, the consolidator
     hears of the generation when it has (`watch`).
     """
-    generation, is_told = secrets.token_hex(8), bool(watch.awaited)
+    generation, is_known = secrets.token_hex(8), bool(watch.awaited)
     cleared = side.reset(generation, cleared=cleared)
     watch.awaited = generation
     if cleared:
         watch.announce_awaited(half, adapters=[])
     else:
         half.describe(adapters=[])
-        level = logging.DEBUG if is_told else logging.WARNING
+        level = logging.DEBUG if is_known else logging.WARNING
         log.log(level, "vLLM has not cleared its device cache: requests that hit it pass through "
                 "until a reset succeeds")  # fmt: skip
-    log.log(logging.DEBUG if is_told else logging.INFO, "generation %s begins", generation)
+    log.log(logging.DEBUG if is_known else logging.INFO, "generation %s begins", generation)
     return cleared
 
 

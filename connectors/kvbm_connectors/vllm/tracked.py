@@ -264,8 +264,8 @@ class Tracked:
 
     @property
     def hits_device(self) -> bool:
-        """Return whether the engine's own cache gave it tokens when it was last admitted. A
-        connector is told of whole blocks: of fewer tokens it is told 0."""
+        """Return whether the engine's own cache gave it tokens when it was last admitted. Of those
+        that fill no block a connector hears nothing before."""
         return self.admitted is not None and self.admitted > self.loads_to
 
     def was_loaded(self, index: int, block_tokens: int) -> bool:
