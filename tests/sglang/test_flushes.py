@@ -185,8 +185,9 @@ def test_a_flush_ends_where_an_operator_lets_a_question_wait_for_long(
 ) -> None:
     """Goal: SGLang's scheduler, which waits 10 s for its storage threads at a flush, does not end.
 
-    1. Pages are on disk alone, and the disk tier stands still. 2. SGLang asks for them, and
-    flushes. 3. The disk tier goes on: what is stored then is loaded.
+    1. Pages are on disk alone, and the disk tier stands still. 2. SGLang asks for them and for
+    others, and flushes: those that wait are answered at once. 3. The disk tier goes on: what is
+    stored then is loaded.
     """
     engine = Engine(rank, stack, arguments=SERVED, extra={"onboard_deadline_ms": 60_000})
     written = stack.figures("disk-tier").get("offload_blocks_h2d", 0)
@@ -201,7 +202,10 @@ def test_a_flush_ends_where_an_operator_lets_a_question_wait_for_long(
         asked = engine.ask("counts")["kv.lookups"]
         rank.ask("prefetch", tokens=sequence(21), pages=pages(10, COUNT), rounds=0)
         wait_for(lambda: engine.ask("counts")["kv.lookups"] > asked, "no question")
+        for number in (22, 23):
+            rank.ask("prefetch", tokens=sequence(number), pages=pages(10, COUNT), rounds=0)
         rank.ask("flush")
+        assert engine.ask("counts")["stopped.exists"] == 2
     finally:
         os.kill(pid, signal.SIGCONT)
     engine.computes(sequence(22), NEW)

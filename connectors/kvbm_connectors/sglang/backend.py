@@ -17,6 +17,7 @@ from kvbm_connectors.sglang.flushes import FlushWatch, marks_of_pushed_weights
 from kvbm_connectors.sglang.options import Options, Stream, stream_of
 from kvbm_connectors.sglang.pages import KV
 from kvbm_connectors.sglang.pushes import pushes_seen
+from kvbm_connectors.sglang.stops import watch_stops
 from kvbm_connectors.sglang.storage import Storage
 from kvbm_connectors.sglang.weights import revision_of
 
@@ -43,6 +44,7 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 refusal = f"{error} ({error.code})"
         stream = Stream() if refusal else _stream(arguments, replica)
         flushes = _flushes(arguments, options.plain_reset, storage_config)
+        watch_stops()
         self.storage = Storage(
             storage_config, options, stream, refusal=refusal, replica=replica, flushes=flushes
         )

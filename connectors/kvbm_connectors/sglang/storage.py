@@ -49,6 +49,7 @@ from kvbm_connectors.sglang.pages import (
     refusal_of_pool,
     regions_of,
 )
+from kvbm_connectors.sglang.stops import STOPS
 from kvbm_connectors.sglang.store import Store
 
 log = logging.getLogger(__name__)
@@ -318,8 +319,8 @@ class Storage:
             self._batches.append((what, pages, pages * block_bytes / seconds / 1e9))
 
     def _guarded(self, what: str, instead: T, call: Callable[[], T]) -> T:
-        if self._pass_through_reason:
-            self.counts[f"refused.{what}"] += 1
+        if self._pass_through_reason or (STOPS.count and what != "set"):
+            self.counts[f"{'refused' if self._pass_through_reason else 'stopped'}.{what}"] += 1
             return instead
         try:
             self._look_for_flush()
