@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.identity import SequenceHash
@@ -85,9 +86,9 @@ class Dynamo:
             for block in event["event"]["data"]["stored"]["blocks"]
         }
 
-    async def matched(self, tokens: tuple[int, ...]) -> dict[str, int]:
+    async def matched(self, tokens: tuple[int, ...], salt: str | None = None) -> dict[str, int]:
         """What it says of a prompt: tokens matched, per tier and the tiers above it."""
-        query = {"model_name": "model", "token_ids": tokens}
+        query = {"model_name": "model", "token_ids": tokens, "cache_salt": salt}
         reply = await asyncio.to_thread(self._post, "query", query)
         found: dict[str, int] = reply["instances"].get(str(WORKER), {})
         return found
@@ -185,3 +186,20 @@ async def test_dynamo_s_indexer_holds_what_our_index_holds(
         longest = max(+engine.device.copies, key=len)
         matched = await dynamo.matched(longest)
         assert matched["longest_matched"] == len(longest), "in tokens"
+
+
+async def test_dynamo_s_indexer_tells_salts_apart(engine: Engine, dynamo: Dynamo) -> None:
+    """The pages of a salted prompt, of which SGLang says the salt, are found with the salt alone;
+    those of another prompt without one as before."""
+    salted, plain = (1, 1, 2, 2, 3, 3), (4, 4, 5, 5)
+    await dynamo.register()
+    head, tail = engine.device.store(salted[:4], 0), engine.device.store(salted, 2)
+    for stored in (head, tail):
+        await engine.publish(msgspec.structs.replace(stored, cache_salt="s"))
+    await engine.publish(engine.device.store(plain, 0))
+
+    async def found() -> list[int]:
+        asked = [(salted, "s"), (salted, "t"), (salted, None), (plain, None)]
+        return [(await dynamo.matched(*one)).get("longest_matched", 0) for one in asked]
+
+    await wait_for(found, [len(salted), 0, 0, len(plain)])

@@ -303,7 +303,7 @@ class Rank:
         if unsaid:
             self._drops["extra_key"] += len(hashes)
         if self._limits.naming:
-            self._named.append(named(chain, event, unsaid))
+            self._named.append(named(chain, event, unsaid, parent))
         self._merger.stored(group, view, runs)
         return self.orphans.adopt(group, hashes) if self.orphans else []
 

@@ -297,12 +297,13 @@ class RouterStreams:
         runs: list[list[HeldBlock]] = []
         last: tuple[object, ...] | None = None
         for one in blocks:
-            lora_name = self._names.kind(one.block).lora_name
-            if (one.parent, one.tier, one.group, lora_name) == last:
+            kind = self._names.kind(one.block)
+            like = (one.tier, one.group, kind.lora_name, kind.cache_salt)
+            if (one.parent, *like) == last:
                 runs[-1].append(one)
             else:
                 runs.append([one])
-            last = (one.block, one.tier, one.group, lora_name)
+            last = (one.block, *like)
         assert sum(map(len, runs)) == len(blocks), f"{len(blocks)} blocks in {len(runs)} runs"
         return [self._stored([one.block for one in run], run[0]) for run in runs]
 
@@ -311,15 +312,17 @@ class RouterStreams:
         packed = self._names.tokens(run)
         tokens = struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
         assert not len(tokens) % len(run), f"{len(tokens)} tokens in {len(run)} blocks"
+        kind = self._names.kind(first.block)
         return BlockStored(
             block_hashes=short_hashes(run),
             parent=None if first.parent is None else short_hash(first.parent),
             token_ids=tokens,
             block_size=len(tokens) // len(run),
             medium=self._media[first.tier],
-            lora_name=self._names.kind(first.block).lora_name,
+            lora_name=kind.lora_name,
             extra_keys=self._names.extra_keys(run),
             group_idx=first.group or None,
+            cache_salt=kind.cache_salt,
         )
 
     def _remove(self, stream_id: StreamId, event: Removed) -> list[EngineEvent]:

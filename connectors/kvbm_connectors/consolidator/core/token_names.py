@@ -22,6 +22,8 @@ class Kind(NamedTuple):
 
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
+    cache_salt: str | None = None
+    """The salt that an engine says in a field of its own; all blocks of its prompt have it."""
 
 
 PLAIN = Kind()
@@ -35,13 +37,21 @@ class NamedBlocks(NamedTuple):
     """The token ids of each block, as LE u32."""
     kinds: list[Kind] | None = None
     """The kinds of the blocks; None: all are plain."""
+    parent: SequenceHash | None = None
+    """The block before the first one, whose salt these have, too."""
 
 
-def named(hashes: list[SequenceHash], event: BlockStored, unsaid: str = "") -> NamedBlocks:
+def named(
+    hashes: list[SequenceHash],
+    event: BlockStored,
+    unsaid: str = "",
+    parent: SequenceHash | None = None,
+) -> NamedBlocks:
     """Return what an event says of its blocks, which we know under these hashes.
 
-    SGLang's salt becomes an extra key of a prompt's first block, as vLLM has it, and so does what
-    is `unsaid`.
+    SGLang's salt and what is `unsaid` become extra keys of a prompt's first block, as vLLM has
+    them. Joined they are also the salt of all its blocks, as in SGLang's own events: readers of
+    either example tell tenants apart.
     """
     assert event.block_size > 0, f"blocks of {event.block_size} tokens"
     size, keys = event.block_size * 4, event.extra_keys or ()
@@ -51,13 +61,14 @@ def named(hashes: list[SequenceHash], event: BlockStored, unsaid: str = "") -> N
     packed = pack_tokens(event.token_ids)
     tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
     assert len(tokens) == len(hashes), f"{len(hashes)} blocks, tokens of {len(tokens)}"
-    if event.lora_name is None and not any(keys):
-        return NamedBlocks(hashes, tokens)
+    salt = "|".join(first) or None
+    if event.lora_name is None and salt is None and not any(keys):
+        return NamedBlocks(hashes, tokens, parent=parent)
     kinds = [
-        Kind(event.lora_name, keys[index] if index < len(keys) else None)
+        Kind(event.lora_name, keys[index] if index < len(keys) else None, salt)
         for index in range(len(hashes))
     ]
-    return NamedBlocks(hashes, tokens, kinds)
+    return NamedBlocks(hashes, tokens, kinds, parent)
 
 
 class TokenNames:
@@ -83,7 +94,7 @@ class TokenNames:
         return b"".join(map(self._tokens.__getitem__, blocks))
 
     def kind(self, block: SequenceHash) -> Kind:
-        """Return what else was said of a block: its adapter and its extra keys."""
+        """Return what else was said of a block: its adapter, its extra keys and its salt."""
         return self._kinds.get(block, PLAIN)
 
     def extra_keys(self, blocks: list[SequenceHash]) -> tuple[tuple[Any, ...] | None, ...] | None:
@@ -107,11 +118,21 @@ class TokenNames:
             for block in self._kinds.keys() & hashes:
                 del self._kinds[block]
         self._tokens.update(zip(hashes, blocks.tokens, strict=True))
-        if blocks.kinds is not None:
-            said = zip(hashes, blocks.kinds, strict=True)
+        kinds = self._kinds_of(blocks)
+        if kinds is not None:
+            said = zip(hashes, kinds, strict=True)
             self._kinds.update((block, kind) for block, kind in said if kind != PLAIN)
         self.keep(hashes)
         return new
+
+    def _kinds_of(self, blocks: NamedBlocks) -> list[Kind] | None:
+        """Return the kinds of blocks; None: all are plain. Their salt is that of their parent, for
+        a later event says no key that its prompt's first one has shown."""
+        salt = None if blocks.parent is None else self.kind(blocks.parent).cache_salt
+        if salt is None:
+            return blocks.kinds
+        kinds = blocks.kinds or [PLAIN] * len(blocks.hashes)
+        return [kind._replace(cache_salt=salt) for kind in kinds]
 
     def retire(self, block: SequenceHash) -> None:
         """Note that this block has no holder any more."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from kvbm_common.identity import ExtraTag, Hasher, Namespace, request_extras
-from kvbm_common.wire.engine_events import BlockStored, decode_batch
+from kvbm_common.wire.engine_events import BlockStored
 from kvbm_connectors.consolidator.core.messages import StreamAttached
 from kvbm_connectors.consolidator.core.sglang_keys import LAYOUT, unsaid_key
 from kvbm_connectors.sglang.pages import KV, namespace_of, regions_of
@@ -13,6 +15,7 @@ from kvbm_connectors.sglang.pages import KV, namespace_of, regions_of
 from tests.connectors.consolidator.model import NAMESPACE, Device, Harness, attach
 from tests.connectors.sglang.pool import Config, Pool
 
+change = msgspec.structs.replace
 TOKENS = (0, 1, 2, 3, 4, 5, 6, 7)
 PLAIN = (13469532162986437375, 90435953025800507)
 TENANT_A = (14843930501434961547, 10193988926448685534)
@@ -39,9 +42,9 @@ def event(hashes: tuple[int, int], salt: str | None = None, lora: str | None = N
         event(SALTED, salt="s"),
         event(SALTED_DYNAMO, salt="s"),
         event(POET, lora="poet"),
-        msgspec.structs.replace(event(TENANT_A), parent=5),
-        msgspec.structs.replace(event(TENANT_A), token_ids=(-1,) * 8),
-        msgspec.structs.replace(event(TENANT_A), block_hashes=(b"12345678",)),
+        change(event(TENANT_A), parent=5),
+        change(event(TENANT_A), token_ids=(-1,) * 8),
+        change(event(TENANT_A), block_hashes=(b"12345678",)),
     ],
 )
 def test_nothing_is_unsaid(said: BlockStored) -> None:
@@ -57,14 +60,14 @@ def test_a_key_is_seen_in_the_hash(said: BlockStored) -> None:
     assert unsaid_key(said) == f"sglang:{first:016x}"
 
 
-SGLANGS = msgspec.structs.replace(NAMESPACE, block_tokens=4, layout=f"{LAYOUT}kv")
+SGLANGS = change(NAMESPACE, block_tokens=4, layout=f"{LAYOUT}kv")
 HASHER = Hasher(SGLANGS)
 
 
 def attached(namespace: Namespace) -> Harness:
     """One stream whose blocks have names in this namespace."""
     harness = Harness()
-    harness.send(StreamAttached(msgspec.structs.replace(attach(), namespace=namespace), b"peer0"))
+    harness.send(StreamAttached(change(attach(), namespace=namespace), b"peer0"))
     harness.grant()
     harness.answer(Device())
     return harness
@@ -80,10 +83,10 @@ def test_two_tenants_share_no_name(sglang: Harness) -> None:
     """Tenants have the same tokens and blocks of their own; a later page follows its first."""
     keys = [f"sglang:{hashes[0]:016x}" for hashes in (TENANT_A, TENANT_B)]
     chains = [HASHER.chain(TOKENS, extras={0: [(ExtraTag.OTHER, key.encode())]}) for key in keys]
-    tail = msgspec.structs.replace(
+    tail = change(
         event(TENANT_B), block_hashes=TENANT_B[1:], parent=TENANT_B[0], token_ids=TOKENS[4:]
     )
-    head = msgspec.structs.replace(event(TENANT_B), block_hashes=TENANT_B[:1], token_ids=TOKENS[:4])
+    head = change(event(TENANT_B), block_hashes=TENANT_B[:1], token_ids=TOKENS[:4])
     sglang.batch(0, event(PLAIN), event(TENANT_A))
     sglang.batch(1, head)
     sglang.batch(2, tail)
@@ -91,13 +94,40 @@ def test_two_tenants_share_no_name(sglang: Harness) -> None:
     assert sglang.core.statistics().drops["extra_key"] == 3
 
 
-def test_routers_get_salt_and_key(sglang: Harness) -> None:
-    """As vLLM says a salt: in the first block's extra keys."""
-    sglang.batch(0, event(SALTED_A, salt="s"))
-    (frame,) = sglang.whole.router.replay(0, 1)
-    (stored,) = decode_batch(frame.payload).events
-    assert isinstance(stored, BlockStored)
-    assert stored.extra_keys == (("s", f"sglang:{SALTED_A[0]:016x}"), None)
+KEY_A, SALTED_KEY_A = f"sglang:{TENANT_A[0]:016x}", f"sglang:{SALTED_A[0]:016x}"
+
+
+@pytest.mark.parametrize(
+    ("hashes", "salt", "keys", "namespace"),
+    [
+        (PLAIN, None, None, None),
+        (SALTED_DYNAMO, "s", ("s",), "s"),
+        (TENANT_A, None, (KEY_A,), KEY_A),
+        (SALTED_A, "s", ("s", SALTED_KEY_A), f"s|{SALTED_KEY_A}"),
+    ],
+)
+def test_routers_get_salt_and_key(
+    sglang: Harness, hashes: tuple[int, int], salt: str | None, keys: Any, namespace: str | None
+) -> None:
+    """Readers that follow vLLM's example find them in the first block's extra keys, and Dynamo's,
+    as those of SGLang's own events, in the salt of each event. A later one says no key itself."""
+    head = change(event(hashes, salt), block_hashes=hashes[:1], token_ids=TOKENS[:4])
+    sglang.batch(0, head)
+    sglang.batch(1, change(head, block_hashes=hashes[1:], parent=hashes[0], token_ids=TOKENS[4:]))
+    events = [stored for frame in sglang.whole.router.replay(0, 1)
+              for stored in msgspec.msgpack.decode(frame.payload)[1]]  # fmt: skip
+    found = [stored for stored in events if stored["type"] == "BlockStored"]
+    assert sum(len(stored["block_hashes"]) for stored in found) == 2
+    assert (found[0].get("extra_keys") or [None])[0] == (list(keys) if keys else None)
+    assert {namespace_of_dynamo(stored) for stored in found} == {namespace}
+
+
+def namespace_of_dynamo(stored: dict[str, Any]) -> str | None:
+    """What Dynamo's router takes for the salt of an event's blocks: the field of that name, or a
+    key of the first block that begins with its own tag."""
+    tagged = [key for key in (stored.get("extra_keys") or [None])[0] or ()
+              if isinstance(key, str) and key.startswith("dynamo-cache-salt:")]  # fmt: skip
+    return stored.get("cache_salt") or (tagged[0].split(":", 1)[1] if tagged else None)
 
 
 def test_a_salt_is_no_key(sglang: Harness) -> None:
@@ -108,7 +138,7 @@ def test_a_salt_is_no_key(sglang: Harness) -> None:
 
 def test_other_engines_hash_as_they_like() -> None:
     """vLLM's hashes are its own."""
-    namespace = msgspec.structs.replace(NAMESPACE, block_tokens=4)
+    namespace = change(NAMESPACE, block_tokens=4)
     harness = attached(namespace)
     harness.batch(0, event(TENANT_A))
     assert harness.live[0] == set(Hasher(namespace).chain(TOKENS))
