@@ -501,6 +501,10 @@ TO_CONSOLIDATOR: Mapping[str, consolidator.ToConsolidator] = {
         **_engine(endpoint="", namespace=NAMESPACE),
         passes_through="prefix caching is off",
     ),
+    "attach_sglang": consolidator.Attach(
+        **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),
+        shows_extra_keys=True,
+    ),
     "detach": consolidator.Detach(**_engine()),
     "offered": consolidator.Offered(
         **_engine(offer=3, namespace=DIGEST, deadline_ms=5_000),

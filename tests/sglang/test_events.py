@@ -90,6 +90,27 @@ def test_an_extra_key_sets_blocks_apart(stack: LiveStack, start: StartRank) -> N
     rank.ask("detach")
 
 
+def test_keys_of_elastic_parallelism_are_not_looked_at(stack: LiveStack, start: StartRank) -> None:
+    """Goal: where SGLang gives every request a key of its own, routers find them all the same."""
+    rank = start()
+    config = {"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}", "format": "dynamo",
+              "replay_endpoint": f"tcp://*:{free_port()}"}  # fmt: skip
+    rank.attach(stack.settings, arguments={
+        "kv_events_config": json.dumps(config), "elastic_ep_backend": "mooncake",
+    })  # fmt: skip
+    (worker,) = stack.call(stack.view.stats("host-tier")).workers
+    wanted = {block.hex() for block in Hasher(worker.namespace).chain(TOKENS)}
+    rank.ask("cache", extra=config, prompts=[Prompt(tokens=TOKENS, extra_key="elastic_ep_size=8")])
+
+    def device_blocks() -> set[str]:
+        found = stack.indexed()
+        return set().union(*(found[source] for source in found if source.startswith("sglang-")))
+
+    wait_for(lambda: device_blocks() == wanted, "they have other names",
+             details=lambda: str(stack.indexed()))  # fmt: skip
+    rank.ask("detach")
+
+
 @pytest.mark.parametrize("bind", [None, True])
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "127.0.0.1"])
 def test_sglang_s_own_endpoint_is_followed(rank: RankProcess, host: str, bind: bool | None) -> None:

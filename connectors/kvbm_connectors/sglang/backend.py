@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
 from kvbm_common.errors import KvbmError
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
+from kvbm_connectors.sglang import event_hashes
 from kvbm_connectors.sglang.adapters import process_start_ns
 from kvbm_connectors.sglang.flushes import FlushWatch, marks_of_pushed_weights
 from kvbm_connectors.sglang.options import Options, Stream, stream_of
@@ -42,7 +44,7 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 options = options.of_revision(_revision(arguments, options.revision, replica))
             except KvbmError as error:
                 refusal = f"{error} ({error.code})"
-        stream = Stream() if refusal else _stream(arguments, replica)
+        stream = Stream() if refusal else events_of(arguments, replica)
         flushes = _flushes(arguments, options.plain_reset, storage_config)
         watch_stops()
         self.storage = Storage(
@@ -254,5 +256,11 @@ def updates() -> int:
         return 0
 
 
-def _stream(arguments: Any, rank: int) -> Stream:
-    return stream_of(getattr(arguments, "kv_events_config", None), rank)
+def events_of(arguments: Any, rank: int) -> Stream:
+    """Return the stream of one data-parallel rank, whose extra keys are looked for only where
+    SGLang's hashes are known to show them."""
+    stream = stream_of(getattr(arguments, "kv_events_config", None), rank)
+    if stream.shows_extra_keys and (reason := event_hashes.not_ours(arguments)):
+        log.warning("blocks of requests with an extra_key look like those without: %s", reason)
+        return msgspec.structs.replace(stream, shows_extra_keys=False)
+    return stream

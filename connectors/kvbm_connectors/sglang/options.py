@@ -84,6 +84,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     replay_endpoint: str = ""
     topic: str = ""
+    shows_extra_keys: bool = False
 
 
 def stream_of(config: str | None, rank: int) -> Stream:
@@ -101,13 +102,14 @@ def stream_of(config: str | None, rank: int) -> Stream:
             endpoint = ""
         if not (followed := reachable(endpoint, rank)):
             return Stream()  # Its replay alone would tell late, and of no flush.
-        if fields.get("format") != FORMAT:
-            log.warning("KV events do not tell requests with an extra_key from others: add "
-                        '"format":"%s" to --kv-events-config', FORMAT)  # fmt: skip
+        shows_extra_keys = fields.get("format") == FORMAT
+        if not shows_extra_keys:
+            log.info('KV events without "format":"%s" show no extra_key', FORMAT)
         return Stream(
             endpoint=followed,
             replay_endpoint=reachable(fields.get("replay_endpoint") or "", rank),
             topic=str(fields.get("topic") or ""),
+            shows_extra_keys=shows_extra_keys,
         )
     except (AttributeError, TypeError, ValueError) as error:
         log.warning("--kv-events-config cannot be read, its events are not followed: %s", error)

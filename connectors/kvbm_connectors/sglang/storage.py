@@ -170,6 +170,7 @@ class Storage:
             topic=followed.topic,
             rank=self._replica,
             namespace=namespace,
+            shows_extra_keys=followed.shows_extra_keys,
         )
         store = Store(
             engine=engine,

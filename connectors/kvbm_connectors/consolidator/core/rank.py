@@ -32,7 +32,7 @@ from kvbm_connectors.consolidator.core.messages import ConsolidatorLimits, Strea
 from kvbm_connectors.consolidator.core.orphans import Orphan, Orphans
 from kvbm_connectors.consolidator.core.run_joiner import RunJoiner, join
 from kvbm_connectors.consolidator.core.sequencer import Ready, Sequencer, Sign
-from kvbm_connectors.consolidator.core.sglang_keys import LAYOUT, unsaid_key
+from kvbm_connectors.consolidator.core.sglang_keys import unsaid_key
 from kvbm_connectors.consolidator.core.snapshot_pages import Piece, ViewKey, pieces_of
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, named
 
@@ -60,7 +60,6 @@ class Rank:
         """The peer that attached the rank last, and that is answered."""
         self.key = StreamKey(attach.engine, attach.incarnation, attach.rank)
         self.namespace_hex = attach.namespace.digest.hex()
-        self._is_sglang = attach.namespace.layout.startswith(LAYOUT)
         self._generations = Generations(attach)
         self._batch_s = 0.0
         """The time of the batch that is applied."""
@@ -290,7 +289,7 @@ class Rank:
         assert hashes, f"{self.key}: an event without blocks is held"
         now = self._generations.now
         assert now is not None, f"{self.key}: blocks of an unknown generation are held"
-        unsaid = unsaid_key(event) if self._is_sglang else ""
+        unsaid = unsaid_key(event) if self.attach.shows_extra_keys else ""
         lora = self._lora_of(event)
         extras = extras_of(event, lora=lora, generation=now.name, unsaid=unsaid)
         try:

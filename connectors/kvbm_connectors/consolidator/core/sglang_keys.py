@@ -10,6 +10,8 @@ of a prompt's first page is then another than what its tokens and its salt give.
 
 In the default format only a salt is in a hash, and no key. A request with an adapter has the
 adapter's id in its key, which no event says: the adapter's name stands for it.
+
+The back end compares SGLang's own hashes with these when it attaches: see `Attach`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ import hashlib
 from kvbm_common.identity import IdentityError, pack_tokens
 from kvbm_common.wire.engine_events import BlockStored
 
-LAYOUT = "sglang/"
-"""The beginning of the layout in SGLang's namespaces."""
 HASH_BYTES = 8
 _SALT_TAG = b"sglang-cache-salt-v1\0"
 _NAMESPACE_TAG = b"sglang-kv-event-namespace-v1"

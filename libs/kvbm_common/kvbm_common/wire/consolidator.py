@@ -52,6 +52,8 @@ class Attach(_Message, frozen=True, kw_only=True):
     """The namespaces of the model's other KV groups; `namespace` is the first group's."""
     passes_through: str = ""
     """The reason why the engine computes without a cache, for people; empty: it has one."""
+    shows_extra_keys: bool = False
+    """True if the hash of a prompt's first block shows an extra key that no event says (SGLang)."""
 
 
 class Attached(_Message, frozen=True, kw_only=True):

@@ -6,14 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbm_common.identity import ExtraTag, Hasher, Namespace, request_extras
+from kvbm_common.identity import ExtraTag, Hasher, request_extras
 from kvbm_common.wire.engine_events import BlockStored
 from kvbm_connectors.consolidator.core.messages import StreamAttached
-from kvbm_connectors.consolidator.core.sglang_keys import LAYOUT, unsaid_key
-from kvbm_connectors.sglang.pages import KV, namespace_of, regions_of
+from kvbm_connectors.consolidator.core.sglang_keys import unsaid_key
 
 from tests.connectors.consolidator.model import NAMESPACE, Device, Harness, attach
-from tests.connectors.sglang.pool import Config, Pool
 
 change = msgspec.structs.replace
 TOKENS = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -60,14 +58,15 @@ def test_a_key_is_seen_in_the_hash(said: BlockStored) -> None:
     assert unsaid_key(said) == f"sglang:{first:016x}"
 
 
-SGLANGS = change(NAMESPACE, block_tokens=4, layout=f"{LAYOUT}kv")
+SGLANGS = change(NAMESPACE, block_tokens=4)
 HASHER = Hasher(SGLANGS)
 
 
-def attached(namespace: Namespace) -> Harness:
-    """One stream whose blocks have names in this namespace."""
+def attached(*, shows_extra_keys: bool) -> Harness:
+    """One stream, whose hashes show extra keys or are the engine's own."""
     harness = Harness()
-    harness.send(StreamAttached(change(attach(), namespace=namespace), b"peer0"))
+    how = change(attach(), namespace=SGLANGS, shows_extra_keys=shows_extra_keys)
+    harness.send(StreamAttached(how, b"peer0"))
     harness.grant()
     harness.answer(Device())
     return harness
@@ -76,7 +75,7 @@ def attached(namespace: Namespace) -> Harness:
 @pytest.fixture
 def sglang() -> Harness:
     """A stream of SGLang's."""
-    return attached(SGLANGS)
+    return attached(shows_extra_keys=True)
 
 
 def test_two_tenants_share_no_name(sglang: Harness) -> None:
@@ -137,13 +136,7 @@ def test_a_salt_is_no_key(sglang: Harness) -> None:
 
 
 def test_other_engines_hash_as_they_like() -> None:
-    """vLLM's hashes are its own."""
-    namespace = change(NAMESPACE, block_tokens=4)
-    harness = attached(namespace)
+    """vLLM's hashes are its own, and so are those of an SGLang that is not known."""
+    harness = attached(shows_extra_keys=False)
     harness.batch(0, event(TENANT_A))
-    assert harness.live[0] == set(Hasher(namespace).chain(TOKENS))
-
-
-def test_the_back_end_s_layouts_begin_so() -> None:
-    pool = Pool()
-    assert namespace_of(Config(), KV, pool, regions_of(pool)).layout.startswith(LAYOUT)
+    assert harness.live[0] == set(HASHER.chain(TOKENS))
