@@ -150,7 +150,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.adapter_loaded = self._scheduler.adapter_loaded  # Called by adapter_loads.py.
         self.adapters_lost = self._scheduler.adapters_lost
         forgets = self._options.forgets(weights_are_pushed(self._vllm_config))
-        self._generations = Generations(self._scheduler, half, self._watch, forgets=forgets)
+        self._generations = Generations(self._scheduler, half, self._watch, forgets=forgets,
+                                        harmless=self._options.harmless_calls)  # fmt: skip
         self.weights_written = self._generations.weights_written  # Called by weight_writes.py.
         self._scheduler_half.start()
         self._barrier = watch_ranks(half, self._scheduler.counts, self._world_size, settings)

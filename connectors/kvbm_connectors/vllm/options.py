@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvbm_common.errors import ConfigError
+
 from kvbm_connectors.client.engine_options import (
     PLAIN_RESETS,
     EngineOptions,
@@ -35,6 +37,9 @@ class Options(EngineOptions):
     """One of PLAIN_RESETS: whether a reset of vLLM's prefix cache alone hides what was stored
     before."""
 
+    harmless_calls: frozenset[str] = frozenset()
+    """Names of calls of vLLM's workers that the operator vouches for: they write no weights."""
+
     def forgets(self, pushed: bool) -> bool:
         """Return whether it does, in an engine whose weights are `pushed` while it runs or not."""
         return forgets(self.plain_reset, pushed=pushed)
@@ -48,10 +53,13 @@ class Options(EngineOptions):
             log.warning("%s.load is ignored: loads are asynchronous", WHERE)
         lora_files = one_of(LORA_FILES, extra, "lora_files", where=WHERE)
         plain_reset = one_of(PLAIN_RESETS, extra, "plain_reset", where=WHERE)
-        others = ("load", "revision", "lora_files", "plain_reset")
+        calls = extra.get("harmless_calls", ())
+        if not isinstance(calls, (list, tuple)) or not all(isinstance(one, str) for one in calls):
+            raise ConfigError(f"{WHERE}.harmless_calls", calls, "a list of names of methods")
+        others = ("load", "revision", "lora_files", "plain_reset", "harmless_calls")
         settings = settings_of(extra, environ, where=WHERE, others=others)
         revision = str(extra.get("revision", ""))
-        return cls(settings, revision, lora_files == "final", plain_reset)
+        return cls(settings, revision, lora_files == "final", plain_reset, frozenset(calls))
 
 
 def recompute_failed_loads(transfer: Any) -> None:

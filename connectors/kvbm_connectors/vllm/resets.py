@@ -128,10 +128,12 @@ class Generations:
     """Generations of an engine's names. Used by the scheduler's thread alone."""
 
     def __init__(
-        self, side: SchedulerSide, half: SchedulerHalf, watch: PrefixCacheWatch, *, forgets: bool
-    ) -> None:
+        self, side: SchedulerSide, half: SchedulerHalf, watch: PrefixCacheWatch, *, forgets: bool,
+        harmless: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         """Create those of one engine. `forgets`: a reset of vLLM's prefix cache alone begins one,
-        too."""
+        too. Calls of workers by `harmless` names begin none."""
+        self._harmless = harmless
         self._side, self._half, self._watch, self._forgets = side, half, watch, forgets
         self._are_written = False
 
@@ -142,9 +144,12 @@ class Generations:
         cleared = is_cleared(self._watch.pool)
         return begin_generation(self._side, self._half, self._watch, cleared=cleared)
 
-    def weights_written(self) -> None:
-        """Note new weights: what is computed from the next step on has other names."""
-        self._are_written = True
+    def weights_written(self, name: str) -> bool:
+        """Note that a call of this name may have written weights: what is computed from the next
+        step on has other names. False: its name is known as harmless here."""
+        is_write = name not in self._harmless
+        self._are_written |= is_write
+        return is_write
 
     def look(self) -> None:
         """Find nothing of before if weights were written, or vLLM has emptied its cache alone and

@@ -4,7 +4,8 @@ vLLM tells no connector of `reload_weights` or `update_weights`. Without a reset
 blocks of the old weights would be found by requests that compute with the new ones, and blocks of
 the new ones stored under the names of the old. Such calls go through the engine core, in the
 scheduler's process and thread, by names that each RL framework makes up. A name that is not known
-as harmless counts as a write: a false alarm costs what is cached, a missed write wrong answers.
+as harmless counts as a write: a false alarm costs what is cached until the next reset, a missed
+write costs right answers.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ READERS = (
 CONNECTED = ("_collective", "_communicator", "_engine", "_group")
 """Endings of names that begin with `init_` and connect workers, as `init_weight_update_group`."""
 OTHERS = frozenset({
-    "checkpoint_prepare", "checkpoint_restore", "liveness_probe", "pin_lora", "profile",
+    "barrier", "checkpoint_prepare", "checkpoint_restore", "finish_benchmark_kda_state",
+    "fpm_disable_cudagraph_metrics", "fpm_engine_probe", "fpm_gc_stop", "health", "health_check",
+    "heartbeat", "liveness_probe", "pin_lora", "ping", "profile",
     "release_late_interaction_query_cache", "remove_lora", "reset_encoder_cache", "reset_mm_cache",
     "snapshot_worker_identity", "start_profile", "stop_profile", "synchronize_device",
     "update_max_model_len",
 })  # fmt: skip
-"""Further names that write none: vLLM's own, and two of Dynamo. Not `sleep` and `wake_up`: called
-by name they leave vLLM's prefix cache as it is, while its memory is gone."""
+"""Further names that write none: vLLM's own, those of Dynamo's start, and looks at health. Not
+`sleep` and `wake_up`: called by name they leave vLLM's prefix cache, while its memory is gone."""
+SECOND_WORDS = ("_and_", "_then_", "_or_", "_from_")
+"""Words before what may write: `check_and_update_weights`, `get_weights_from_trainer`."""
 WRITTEN = ("weight", "param", "load")
 """Words in names that surely write."""
 WARNED_MAX = 64
@@ -66,8 +71,8 @@ def watch_writes(core_class: Any = None) -> None:
             name = name_of(method, *arguments, **more)
             if not is_harmless(name):
                 for connector in ours(_connector_of(engine), "weights_written"):
-                    _warn(name)
-                    connector.weights_written()
+                    if connector.weights_written(name):
+                        _warn(name)
 
     setattr(called, WATCHED, True)
     setattr(core_class, CALL, called)
@@ -78,11 +83,13 @@ def name_of(
     timeout: float | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    **_: Any,
+    *_: Any,
+    **__: Any,
 ) -> str:
     """Return the name of what a call of workers runs; `""` where it has none.
 
-    The method may be a function. Of `apply_model` it is the name of its argument.
+    The method may be a function. Of `apply_model` it is the name of its argument. Later versions of
+    vLLM may give more arguments.
     """
     if method == APPLY:
         method = next(iter((*(args or ()), *(kwargs or {}).values())), "")
@@ -94,9 +101,11 @@ def name_of(
 def is_harmless(name: str) -> bool:
     """Return whether a method of workers is known to write no weights, by its name."""
     name = name.lstrip("_")
-    if "_and_" in name:  # As `check_and_update_weights`: the second word is another matter.
+    if name in OTHERS:
+        return True
+    if any(word in name for word in SECOND_WORDS):
         return False
-    if name in OTHERS or name.startswith(READERS):
+    if name.startswith(READERS):
         return True
     return name.startswith("init_") and name.endswith(CONNECTED)
 
@@ -106,9 +115,10 @@ def _warn(name: str) -> None:
     if name in _warned or len(_warned) >= WARNED_MAX or any(word in name for word in WRITTEN):
         return
     _warned.add(name)
-    log.warning("vLLM's workers were called by %r, which may write weights: from now on the engine "
-                "finds nothing stored before each such call. If it writes none, call it by a name "
-                "that begins with get_ or check_", name)  # fmt: skip
+    log.warning("vLLM's workers were called by %r, which may write weights: the engine finds "
+                "nothing that was stored before, and stores nothing of requests that hit its "
+                "device cache until that is reset. If it writes none, name it in harmless_calls",
+                name)  # fmt: skip
 
 
 def _connector_of(engine: Any) -> Any:

@@ -37,6 +37,14 @@ def test_an_operator_may_vouch_for_files_of_adapters() -> None:
             Options.read({"lora_files": value}, {})
 
 
+def test_an_operator_may_vouch_for_calls_of_workers() -> None:
+    assert Options.read({}, {}).harmless_calls == frozenset()
+    assert Options.read({"harmless_calls": ["tick", "tock"]}, {}).harmless_calls == {"tick", "tock"}
+    for value in ("tick", [1], {"tick": True}):
+        with pytest.raises(ConfigError, match=r"harmless_calls .* accepts a list of names"):
+            Options.read({"harmless_calls": value}, {})
+
+
 def test_loads_are_asynchronous_whatever_was_configured(caplog: pytest.LogCaptureFixture) -> None:
     """Goal: no block of a failed load in vLLM's prefix cache, where others hit it; and a
     configuration of before goes on."""

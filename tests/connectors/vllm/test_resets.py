@@ -139,10 +139,13 @@ def test_new_weights_begin_a_generation_once(forgets: bool) -> None:
     )
     side, watch = Side(), PrefixCacheWatch()
     watch.bind(pool)
-    generations = Generations(cast(Any, side), half, watch, forgets=forgets)
+    generations = Generations(
+        cast(Any, side), half, watch, forgets=forgets, harmless=frozenset({"tick"})
+    )
+    assert not generations.weights_written("tick")
     generations.look()
     for _ in range(3):
-        generations.weights_written()
+        generations.weights_written("load_model")
     assert side.heard == []
     for _ in range(2):
         generations.look()
@@ -151,10 +154,10 @@ def test_new_weights_begin_a_generation_once(forgets: bool) -> None:
     for _ in range(2):
         generations.look()
     assert side.heard[1:] == [True if forgets else "emptied"]
-    generations.weights_written()
+    generations.weights_written("load_model")
     generations.look()
     assert side.heard[2:] == [True], "written while the device was empty"
-    generations.weights_written()
+    generations.weights_written("load_model")
     assert generations.reset()
     generations.look()
     assert side.heard[3:] == [True], "vLLM's own reset after it is enough"

@@ -18,8 +18,9 @@ class Connector:
     def __init__(self) -> None:
         self.heard = 0
 
-    def weights_written(self) -> None:
+    def weights_written(self, name: str) -> bool:
         self.heard += 1
+        return name != "tick"
 
 
 class Core:
@@ -30,7 +31,7 @@ class Core:
             self.scheduler = SimpleNamespace(connector=connector)
 
     def collective_rpc(
-        self, method: Any, timeout: float | None = None, args: tuple[str, ...] = ()
+        self, method: Any, timeout: float | None = None, args: tuple[str, ...] = (), *_: Any
     ) -> str:
         if args == ("broken",):
             raise OSError(args)
@@ -52,7 +53,8 @@ def get_rank(worker: object) -> None:
      "reset_weights", "load_state_dict", "load_states", "recv_and_load", "broadcast_bucket",
      "sync_model", "refit", "merge_lora_into_base", "set_steering_data", "init_weights", "sleep",
      "wake_up", "add_lora", receive, functools.partial(receive, None),
-     "check_and_update_weights", "_save_and_reload_weights", lambda worker: worker.rank],
+     "check_and_update_weights", "_save_and_reload_weights", "get_weights_from_trainer",
+     "validate_then_load_weights", lambda worker: worker.rank],
 )  # fmt: skip
 def test_a_method_that_is_not_known_as_harmless_writes_weights(method: Any) -> None:
     assert not is_harmless(name_of(method))
@@ -64,7 +66,7 @@ def test_a_method_that_is_not_known_as_harmless_writes_weights(method: Any) -> N
      "list_loras", "init_weight_update_group", "init_process_group", "init_communicator",
      "init_weight_update_communicator", "init_collective", "report_device_id", "profile",
      "release_late_interaction_query_cache", "get_model_inspection", "check_weights_changed",
-     "save_self_weights_to_disk", "synchronize_device", "liveness_probe", get_rank,
+     "save_self_weights_to_disk", "synchronize_device", "liveness_probe", "ping", get_rank,
      functools.partial(get_rank, None)],
 )  # fmt: skip
 def test_methods_that_write_no_weights_are_known_by_their_names(method: Any) -> None:
@@ -104,6 +106,8 @@ def test_our_connector_hears_of_each_write_once(caplog: pytest.LogCaptureFixture
     for _ in range(2):
         Watched(ours).collective_rpc("broadcast_buckets")
     assert ours.heard == 5
+    Watched(ours).collective_rpc("tick", None, (), None, "a fifth of later versions")
+    assert ours.heard == 6
     assert caplog.text.count("may write weights") == caplog.text.count("'broadcast_buckets'") == 1
 
 
