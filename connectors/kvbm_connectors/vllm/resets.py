@@ -28,24 +28,24 @@ RESET_WAIT_S = 1.0
 
 
 def begin_generation(
-    side: SchedulerSide, half: SchedulerHalf, watch: PrefixCacheWatch, *, cleared: bool | None
-) -> bool:
+    side: SchedulerSide, half: SchedulerHalf, watch: PrefixCacheWatch, *, cleared: bool | None,
+    level: int = logging.WARNING,
+) -> bool:  # fmt: skip
     """Name blocks afresh: nothing that was stored so far is found again.
 
     Returns whether vLLM has `cleared` its device cache; None: not known. If not, the consolidator
-    hears of the generation when it has (`watch`).
+    hears of the generation when it has (`watch`); that is logged at `level`.
     """
-    generation, is_known = secrets.token_hex(8), bool(watch.awaited)
+    generation = secrets.token_hex(8)
     cleared = side.reset(generation, cleared=cleared)
     watch.awaited = generation
     if cleared:
         watch.announce_awaited(half, adapters=[])
     else:
         half.describe(adapters=[])
-        level = logging.DEBUG if is_known else logging.WARNING
         log.log(level, "vLLM has not cleared its device cache: requests that hit it pass through "
                 "until a reset succeeds")  # fmt: skip
-    log.log(logging.DEBUG if is_known else logging.INFO, "generation %s begins", generation)
+    log.log(min(level, logging.INFO), "generation %s begins", generation)
     return cleared
 
 
@@ -160,7 +160,9 @@ class Generations:
             log.debug("weights were written")
             # vLLM goes on with what its requests and its device cache have of the old weights.
             cleared = is_empty(self._watch.pool)
-            begin_generation(self._side, self._half, self._watch, cleared=cleared)
+            # Weights may come a tensor at a time, each by a call of its own: it is said once.
+            level = logging.DEBUG if self._watch.awaited else logging.WARNING
+            begin_generation(self._side, self._half, self._watch, cleared=cleared, level=level)
         elif emptied and self._forgets:
             log.info("vLLM's prefix cache was reset, and weights may be others")
             self.reset()

@@ -161,3 +161,22 @@ def test_new_weights_begin_a_generation_once(forgets: bool) -> None:
     assert generations.reset()
     generations.look()
     assert side.heard[3:] == [True], "vLLM's own reset after it is enough"
+
+
+def test_a_device_that_keeps_old_blocks_is_told_of_once_a_run_of_writes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Weights may come a tensor at a time. A reset that vLLM has refused is told of each time."""
+    half: Any = SimpleNamespace(describe=lambda **words: None, wait_described=lambda _: True)
+    pool = SimpleNamespace(
+        num_gpu_blocks=8, get_num_free_blocks=lambda: 6, cached_block_hash_to_block={"old": 1}
+    )
+    watch = PrefixCacheWatch()
+    watch.bind(pool)
+    generations = Generations(cast(Any, Side()), half, watch, forgets=False)
+    for _ in range(3):
+        generations.weights_written("load_model")
+        generations.look()
+    assert caplog.text.count("has not cleared") == 1
+    assert not generations.reset()
+    assert caplog.text.count("has not cleared") == 2
