@@ -160,7 +160,7 @@ class Generations:
             log.debug("weights were written")
             # vLLM goes on with what its requests and its device cache have of the old weights.
             cleared = is_empty(self._watch.pool)
-            # Weights may come a tensor at a time, each by a call of its own: it is said once.
+            # Weights may come a tensor at a time, each by a call of its own: one line tells.
             level = logging.DEBUG if self._watch.awaited else logging.WARNING
             begin_generation(self._side, self._half, self._watch, cleared=cleared, level=level)
         elif emptied and self._forgets:

@@ -134,8 +134,9 @@ class StoreStatus:
             self.reset_order = order
         if answer.removed or answer.more:
             return answer
-        waits = self.answered_order < self.reset_order
-        problem = self.undeleted or ("the bucket has not answered all deletes yet" if waits else "")
+        behind = self.reset_order - self.answered_order
+        text = f"the bucket has not answered all deletes yet: it is {behind} records behind"
+        problem = self.undeleted or (text if behind > 0 else "")
         return may_come_back(UNDELETED, problem) if problem else answer
 
     @property

@@ -46,8 +46,8 @@ from kvbm_metrics.shell.jobs import Job, Progress, Work
 
 PREFETCH_STEP_BLOCKS = 256
 """At 2 MiB a block half a GiB: a disk brings it within the deadline of one request."""
-SETTLE_S = 10.0
-"""The seconds in which a reset takes further rounds: under traffic, blocks arrive without end."""
+SETTLE_S, DELETES_MAX_S = 10.0, 1800.0
+"""Seconds of further rounds of a reset, under traffic, and while a bucket goes on deleting."""
 ROUND_PAUSE_S = 1.0
 """The time before a further round of a reset: a write that is under way ends in it."""
 UNDELETED = "undeleted"
@@ -134,8 +134,7 @@ async def change(
 
 def _told(error: KvbmError) -> str:
     """Return a failure with its code, which the text of an instance's refusal has already."""
-    text = str(error)
-    return text if text.startswith(f"{error.code}: ") else f"{error.code}: {text}"
+    return f"{error.code}: {str(error).removeprefix(f'{error.code}: ')}"
 
 
 # --- jobs -----------------------------------------------------------------------------------
@@ -154,7 +153,6 @@ def removing(
     parts = [None] if whole.hashes is None else _parts(whole.hashes, STEP_BLOCKS_MAX)
     order = [*TIER_OF_KIND]
     downwards = sorted(records, key=lambda one: order.index(one.kind))
-
     undeleted: dict[str, str] = {}
 
     async def round_of(job: Job, tally: Counter[str]) -> AsyncGenerator[Progress, None]:
@@ -187,12 +185,15 @@ def removing(
             return
         first, missing = tally["removed"], tally["missing"]
         until_s, removed, tally["arrived"] = time.monotonic() + SETTLE_S, -1, 0
+        last_s = time.monotonic() + DELETES_MAX_S
         while (removed != tally["removed"] or undeleted) and time.monotonic() < until_s:
             await asyncio.sleep(ROUND_PAUSE_S)
-            removed = tally["removed"]
+            removed, waited = tally["removed"], dict(undeleted)
             async for progress in round_of(job, tally):
                 tally["arrived"], tally["missing"] = tally["removed"] - first, missing
                 yield progress
+            if undeleted and undeleted != waited:  # A bucket deletes 1,000 objects at a time.
+                until_s = min(last_s, time.monotonic() + SETTLE_S)
         job.errors |= undeleted
         yield tally
 
@@ -217,7 +218,6 @@ SILENCE = (
     "lost: it went silent, and what it holds is not removed; tiers that answer are reset. If it is "
     "gone for good, `kvbm forget {host}` leaves it out"
 )
-
 RESTART = "left: it may be starting again, with what it holds; ask again in half a minute"
 
 

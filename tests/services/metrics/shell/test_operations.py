@@ -256,9 +256,9 @@ async def test_a_tier_that_does_not_answer_is_asked_for_no_further_part() -> Non
 class Refusing(Stuck):
     """A fleet of a tier that holds blocks, and refuses a request that finds none of its own."""
 
-    def __init__(self, held: list[str], code: str, times: int) -> None:
+    def __init__(self, held: list[str], code: str, times: int, why: str = "SlowDown") -> None:
         super().__init__(RemoveReply(removed=0))
-        self.held, self._code, self._times = set(held), code, times
+        self.held, self._code, self._times, self._why = set(held), code, times, why
 
     async def ask_instance(
         self, _record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
@@ -270,7 +270,8 @@ class Refusing(Stuck):
         self.held -= found
         if not found and self._times:
             self._times -= 1
-            raise RequestFailed(self._code, "blocks may come back: SlowDown")
+            why = self._why.format(self._times)
+            raise RequestFailed(self._code, f"blocks may come back: {why}")
         return codec.decode(msgspec.json.encode(RemoveReply(removed=len(found))))
 
 
@@ -306,6 +307,16 @@ async def test_a_reset_goes_on_until_the_bucket_has_deleted(
     job = await ended_job(removing(cast(Fleet, fleet), [TIER], "reset", everything))
     assert job.state == "failed"
     assert job.errors == {TIER.key: "undeleted: blocks may come back: SlowDown"}
+
+
+async def test_a_reset_waits_while_a_bucket_deletes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a bucket of many objects is reset, though it takes longer than one wait."""
+    monkeypatch.setattr("kvbm_metrics.shell.operations.ROUND_PAUSE_S", 0.005)
+    monkeypatch.setattr("kvbm_metrics.shell.operations.SETTLE_S", 0.1)
+    fleet = Refusing(["a", "b"], "undeleted", 60, "{} objects wait")
+    everything = RemoveRequest(everything=True, actor="ada")
+    job = await ended_job(removing(cast(Fleet, fleet), [TIER], "reset", everything))
+    assert (job.state, job.errors) == ("done", {})
 
 
 class Small(Stuck):
