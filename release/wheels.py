@@ -11,8 +11,12 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from release.packages import PACKAGES, project_of
+
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Of Python 3.11.4 and later, that is: Debian 12 has 3.11.2."""
 
 
 def require_ours(target: Path) -> None:
@@ -38,7 +42,7 @@ def build_package(package: Path, target: Path) -> None:
         _hatchling(package, "sdist", Path(scratch))
         [archive] = Path(scratch).iterdir()
         with tarfile.open(archive) as opened:
-            opened.extractall(scratch, filter="data")
+            opened.extractall(scratch, **FILTER)
         _hatchling(Path(scratch) / archive.name.removesuffix(".tar.gz"), "wheel", target)
         archive.replace(target / archive.name)
 

@@ -20,7 +20,7 @@ import pytest
 from kvbm_common.runtime.processes import free_port
 
 from release.packages import PACKAGES, ROOT, project_of, version
-from release.wheels import build
+from release.wheels import FILTER, build
 from tests.vllm.make_env import packages_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -124,7 +124,7 @@ def test_a_wheel_with_the_library_names_its_platform(dist: Path, tmp_path: Path)
     assert "-py3-none-linux_" in compiled.name
     [archive] = dist.glob("kvbm_common-*.tar.gz")
     with tarfile.open(archive) as opened:
-        opened.extractall(tmp_path, filter="data")
+        opened.extractall(tmp_path, **FILTER)
     source = tmp_path / archive.name.removesuffix(".tar.gz")
     done = call(
         source, sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path,
