@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbm_connectors.vllm.adapter_loads import WATCHED, engine_core, ours
+from kvbm_connectors.vllm.core_calls import ours, watch
 
 CALL = "collective_rpc"
 """The method of vLLM's engine core that calls a method of all workers."""
@@ -53,29 +53,17 @@ _warned: set[str] = set()
 def watch_writes(core_class: Any = None) -> None:
     """Have vLLM's `EngineCore` tell our connectors of calls that have written weights, or failed
     to: they may have written some."""
-    if core_class is None:
-        core_class = engine_core()
-    call = getattr(core_class, CALL, None)
-    if call is None:
-        log.warning("vLLM's engine core has no %r: new weights are not seen; reset the caches with "
-                    "reset_connector after each update", CALL)  # fmt: skip
-        return
-    if hasattr(call, WATCHED):
-        return
+    without = "new weights are not seen; reset the caches with reset_connector after each update"
+    watch(CALL, _called, core_class, without=without)
 
-    @functools.wraps(call)
-    def called(engine: Any, method: Any, *arguments: Any, **more: Any) -> Any:
-        try:
-            return call(engine, method, *arguments, **more)
-        finally:
-            name = name_of(method, *arguments, **more)
-            if not is_harmless(name):
-                for connector in ours(_connector_of(engine), "weights_written"):
-                    if connector.weights_written(name):
-                        _warn(name)
 
-    setattr(called, WATCHED, True)
-    setattr(core_class, CALL, called)
+def _called(engine: Any, _failed: bool, method: Any, *arguments: Any, **more: Any) -> None:
+    name = name_of(method, *arguments, **more)
+    if is_harmless(name):
+        return
+    for connector in ours(engine, "weights_written"):
+        if connector.weights_written(name):
+            _warn(name)
 
 
 def name_of(
@@ -119,8 +107,3 @@ def _warn(name: str) -> None:
                 "nothing that was stored before, and stores nothing of requests that hit its "
                 "device cache until that is reset. If it writes none, name it in harmless_calls",
                 name)  # fmt: skip
-
-
-def _connector_of(engine: Any) -> Any:
-    """Return the scheduler's connector. vLLM calls workers before it has a scheduler."""
-    return getattr(getattr(engine, "scheduler", None), "connector", None)
