@@ -263,6 +263,30 @@ def test_a_bucket_is_not_reset_before_it_has_answered_for_each_removed_object() 
     core.check()
 
 
+def test_a_reset_of_an_empty_bucket_waits_for_the_deletes_of_what_was_evicted_before() -> None:
+    """1. A block is evicted, its delete is unanswered. 2. A reset finds none, and waits: a listing
+    may bring it back. 3. Another is evicted, which this reset does not wait for, but the next."""
+    core = ObjectTierCore(host="h", instance="0", epoch=7)
+    core.start()
+    core.step(StoreOpened(Layout.unsized(4), Replay({}, 1, 0, 0)), 0)
+    core.step(ListingBegun(), 0)
+    core.step(ObjectsListed((ListedBlock(block(1), 0), ListedBlock(block(2), 0))), 0)
+    reset = AdminAsked(1, "reset", RemoveRequest(namespace=bytes(32).hex()))
+    orders = []
+    for number in (1, 2):
+        evict = AdminAsked(1, "evict", RemoveRequest(hashes=hexes(number)))
+        orders.append(one(core.step(evict, 0), AppendJournal).records[-1].order)
+        refusal = one(core.step(reset, 0), Answer).reply
+        assert isinstance(refusal, ErrorBody)
+        assert refusal.code == "undeleted"
+    core.step(DeletesAnswered(orders[0]), 0)
+    assert one(core.step(reset, 0), Answer).reply == RemoveReply(removed=0)
+    assert isinstance(one(core.step(reset, 0), Answer).reply, ErrorBody)
+    core.step(DeletesAnswered(orders[1]), 0)
+    assert one(core.step(reset, 0), Answer).reply == RemoveReply(removed=0)
+    core.check()
+
+
 def test_a_reset_fails_while_the_journal_lacks_records_of_removed_blocks() -> None:
     """Goal: the job of a reset asks twice. 1. The record of what is removed is lost, and so is a
     rewrite of the journal: it fails. 2. A rewrite has ended well: the blocks stay away."""

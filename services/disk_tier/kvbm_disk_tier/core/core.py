@@ -16,7 +16,7 @@ from typing import assert_never
 from kvbm_common.identity import HASH_BYTES, IdentityError, SequenceHash, hashes_from_hex
 from kvbm_common.tier.admin import TierAdmin
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.wire.admin import FilterReply, FilterRequest, RemoveReply
+from kvbm_common.wire.admin import FilterReply, FilterRequest, RemoveReply, RemoveRequest
 from kvbm_common.wire.events import Event, Removed, Stored
 from kvbm_common.wire.verbs import ErrorBody
 
@@ -314,7 +314,9 @@ class DiskTierCore:
             return
         answer = self.admin.answer(asked.verb, asked.request, now_ms)
         if asked.verb == "reset" and isinstance(answer, RemoveReply):
-            answer = self.store.after_reset(answer, self.inventory.journal.last_order)
+            is_whole = isinstance(asked.request, RemoveRequest) and asked.request.hashes is None
+            order = self.inventory.journal.removal_order
+            answer = self.store.after_reset(answer, order, is_whole=is_whole)
         self._emit(Answer(asked.reply_to, answer))
 
     def _removal_problem(self) -> str:
@@ -329,10 +331,7 @@ class DiskTierCore:
         )
         assert now.pass_count > 0
         return FilterReply(
-            enabled=now.enabled,
-            pass_count=now.pass_count,
-            decay_ms=now.decay_ms,
-            entries=len(now),
+            enabled=now.enabled, pass_count=now.pass_count, decay_ms=now.decay_ms, entries=len(now)
         )
 
     def _tick(self, now_ms: int) -> None:

@@ -78,6 +78,8 @@ class JournalWriter:
         self._diary = diary
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._order = 1
+        self.removal_order = 0
+        """The order of the last record of a removed block in this life; 0: there was none."""
         self._order_of = array("Q")
         """Slot → the order of the record of the block in it."""
         self._former_order = 0
@@ -121,6 +123,7 @@ class JournalWriter:
         """
         records = self._records(Operation.REMOVED, entries)
         if records:
+            self.removal_order = records[-1].order
             self._append(None, records)
 
     def fill(self) -> Fill:
@@ -130,11 +133,6 @@ class JournalWriter:
     def not_removed(self) -> None:
         """Note that records of removed blocks were lost: a rewrite is due, without the blocks."""
         self._is_wrong = self._lacks_removals = self._has_file
-
-    @property
-    def last_order(self) -> int:
-        """The order of the last record."""
-        return self._order
 
     @property
     def problem(self) -> str:

@@ -80,8 +80,10 @@ class StoreStatus:
         self.undeleted = ""
         """The objects that wait to be deleted, and why; empty: none was left."""
         self.answered_order = self.reset_order = 0
-        """The orders of the last removal whose deletes a bucket has answered, and of the last that
-        a reset has made."""
+        """The orders of the last removal whose deletes a bucket has answered, and of the one up to
+        which a reset waits for answers."""
+        self._reset_waits = False
+        """A reset has its order; the next one takes another."""
         self.layout: Layout | None = None
         """The layout of the store's slots; None: there is no store."""
         self.misfits = not kind.sized
@@ -124,20 +126,26 @@ class StoreStatus:
         else:
             self.keeps, self.undeleted = event.reason, event.waiting
 
-    def after_reset(self, answer: RemoveReply, order: int) -> RemoveReply | ErrorBody:
+    def after_reset(
+        self, answer: RemoveReply, order: int, *, is_whole: bool
+    ) -> RemoveReply | ErrorBody:
         """Return the answer to a reset: once nothing is left, what the bucket may have still.
 
-        `order`: that of the last record.
+        One without a list of hashes (`is_whole`) waits for the deletes of evicted blocks as well:
+        those before its first question, none that come later. `order`: that of the last removal.
         """
         assert order >= self.reset_order, f"{order} after a reset of {self.reset_order}"
-        if answer.removed and not self.kind.sized:  # A disk's orders begin again with its file.
-            self.reset_order = order
+        may_wait = not self.kind.sized  # A disk's orders begin again with its file.
+        if may_wait and (answer.removed or (is_whole and not self._reset_waits)):
+            self.reset_order, self._reset_waits = order, True
         if answer.removed or answer.more:
             return answer
         behind = self.reset_order - self.answered_order
         text = f"the bucket has not answered all deletes yet: it is {behind} records behind"
-        problem = self.undeleted or (text if behind > 0 else "")
-        return may_come_back(UNDELETED, problem) if problem else answer
+        if problem := self.undeleted or (text if behind > 0 else ""):
+            return may_come_back(UNDELETED, problem)
+        self._reset_waits = False
+        return answer
 
     @property
     def slot_bytes(self) -> int:
