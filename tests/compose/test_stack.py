@@ -94,7 +94,7 @@ def test_of_two_host_tiers_one_may_be_killed(stack: Project) -> None:
     stack.compose("up", "-d", "--no-recreate", "--scale", "host-tier=2")
     try:
         wait_until(lambda: stack.instances("host-tier") == 2, "two host tiers")
-        demo = Demo(stack, requests=REQUESTS)
+        demo = Demo(stack, requests=3 * REQUESTS)  # The killed one is back before its end.
         demo.wait_traffic()
         victim = sorted(stack.containers("host-tier"))[0]
         docker("kill", victim)
