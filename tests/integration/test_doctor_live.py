@@ -21,7 +21,15 @@ EVERY = {"memory", "descriptors"}
 EXPECTED = {
     "host-tier": EVERY
     | {"inbox", "outbox", "outbox_bytes", "departures", "departures_disk", "departures_object"}
-    | {"former_blocks", "explanations", "open_explanations", "offers", "lookups", "pinned"}
+    | {
+        "first_blocks",
+        "former_blocks",
+        "explanations",
+        "open_explanations",
+        "offers",
+        "lookups",
+        "pinned",
+    }
     | {"hinted"},
     "disk-tier": EVERY
     | {"inbox", "outbox", "outbox_bytes", "departures", "pinned", "waiting_writes"}

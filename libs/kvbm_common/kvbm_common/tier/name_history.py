@@ -72,7 +72,11 @@ class NameHistory:
         return self._count
 
     def resize(self, entries_max: int) -> None:
-        """Set how many names are kept. Memory only grows; surplus names go with the next notes."""
+        """Set how many names are kept. After the first note, memory only grows; surplus names go
+        with the next notes."""
+        if not self._row_count:
+            self._allocate(entries_max)
+            return
         if entries_max <= self._capacity:
             self.entries_max = entries_max
             return
@@ -113,6 +117,27 @@ class NameHistory:
         """Return the time and the number of a name."""
         _, row = self._find(name, _tail_of(name, TAIL_AT)[0])
         return (self._at_ms[row], self._values[row]) if row else None
+
+    def alike(self, name: SequenceHash) -> list[Noted]:
+        """Return the names with the same last 8 bytes, in the order in which they came in."""
+        (tail,) = _tail_of(name, TAIL_AT)
+        place, tag = tail >> self._shift, tail & TAG_MASK
+        found: list[Noted] = []
+        while entry := self._table[place]:
+            row = entry & ROW_MASK
+            if entry >> ROW_BITS == tag:
+                (its,) = _tail_of(self._memory, row * HASH_BYTES + TAIL_AT)
+                if its == tail:
+                    found.append(Noted(self._name(row), self._at_ms[row], self._values[row]))
+            place = (place + 1) & self._mask
+        assert len(found) <= self._count, f"{len(found)} of {self._count} names"
+        return found
+
+    def remove(self, name: SequenceHash) -> None:
+        """Forget a name that is known."""
+        place, row = self._find(name, _tail_of(name, TAIL_AT)[0])
+        assert row, f"{name.hex()} is not known"
+        self._drop(place, row)
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
         """Return whether no name is known."""
@@ -192,16 +217,21 @@ class NameHistory:
         assert row, "no entry is left"
         name = self._name(row)
         noted = Noted(name, self._at_ms[row], self._values[row])
-        self._unlink(row)
         place = _tail_of(name, TAIL_AT)[0] >> self._shift
         while self._table[place] & ROW_MASK != row:
             assert self._table[place], f"row {row} has no place"
             place = (place + 1) & self._mask
+        self._drop(place, row)
+        return noted
+
+    def _drop(self, place: int, row: int) -> None:
+        """Free the row of a name, and its place in the table."""
+        assert self._table[place] & ROW_MASK == row, f"row {row} is not at place {place}"
+        self._unlink(row)
         self._remove_entry(place)
         self._at_ms[row], self._newer[row] = FREE, self._free
         self._free = row
         self._count -= 1
-        return noted
 
     def _name(self, row: int) -> SequenceHash:
         return SequenceHash(self._memory[row * HASH_BYTES : (row + 1) * HASH_BYTES])

@@ -25,7 +25,8 @@ class Fill(NamedTuple):
     dropped: int = 0
     """Refused or dropped since the service began; of a history: forgotten."""
     reach_s: float | None = None
-    """The age of a history's oldest entry, in seconds; None: it has forgotten nothing."""
+    """The age of a history's oldest entry, in seconds; None: it has forgotten nothing, or its
+    entries have no time."""
 
 
 class Bound(NamedTuple):
@@ -53,6 +54,7 @@ BOUNDS: Mapping[str, Bound] = {
     "departures_disk": Bound("history", "departures from disk", _SLOTS),
     "departures_object": Bound("history", "departures from the bucket", _SLOTS),
     "former_blocks": Bound("history", "blocks that were here once", _SLOTS),
+    "first_blocks": Bound("history", "first blocks of prompts", _SLOTS),
     "explanations": Bound("history", "explained lookups", "Raise KVBM_EXPLAIN_REQUESTS."),
     "open_explanations": Bound(
         "queue", "misses that lower tiers are asked about", "Is the disk tier slow? kvbm status."

@@ -23,6 +23,7 @@ from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.tier.tenants import Tenant, Tenants, shares_of
 
 from kvbm_host_tier.core.findable import Findable
+from kvbm_host_tier.core.first_blocks import FirstBlocks
 from kvbm_host_tier.core.guests import Guests
 from kvbm_host_tier.core.hit_reports import HitReports
 from kvbm_host_tier.core.known_runs import KnownRuns
@@ -64,6 +65,8 @@ class HeldBlocks:
         make = partial(make_policy, self.policy_name)
         self.table = SlotTable(Layout.unsized(0), make, self.tenants)
         self.diary = Diary()
+        self.first_blocks = FirstBlocks()
+        """The prompts that were looked up last."""
         self.former = former
         """The names of blocks that left before those in `departures`."""
         self.departures = Departures(former=former)
@@ -102,6 +105,7 @@ class HeldBlocks:
         assert layout.slot_count > 0, f"an arena without slots: {layout}"
         self.former.set_horizon(max(HORIZON_LEAST, HORIZON_SLOTS * layout.slot_count))
         self.departures.size_for(layout.slot_count)
+        self.first_blocks.size_for(layout.slot_count)
         self._below.size_for(layout.slot_count)
         self.table.lay_out(layout, partial(make_policy, self.policy_name))
         self._findable.lay_out(layout.slot_count)

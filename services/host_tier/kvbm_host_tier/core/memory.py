@@ -6,19 +6,16 @@ from kvbm_common.tier import departures
 from kvbm_common.tier.former_blocks import HORIZON_LEAST
 from kvbm_common.tier.name_history import ENTRY_BYTES
 
-from kvbm_host_tier.core import known_runs
+from kvbm_host_tier.core import first_blocks, known_runs
 from kvbm_host_tier.core.held_blocks import HORIZON_SLOTS
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_tiers import LOWER
-from kvbm_host_tier.core.miss_reason import CONTENTS_MAX
 
 SLOT_BYTES = 2_048
 """A block, its slot, its places in tables and in the policy; measured with `lru`: 800."""
 BELOW_BYTES = 320
 """Memory for what is known of a block of a lower tier."""
 EXPLANATION_BYTES = 640
-FIRST_BLOCK_BYTES = 400
-"""Memory for the first block of a prompt, by which misses for a salt or namespace are explained."""
 QUEUE_BYTES = 48 << 20
 """Messages that wait, offers, lookups, leases, the diary and its 20,000 entries."""
 
@@ -27,13 +24,13 @@ def parts_of(limits: HostTierLimits, *, slot_count: int, below_count: int) -> di
     """Return the bytes that each part may take, with so many slots here and blocks below."""
     assert slot_count >= 0, f"{slot_count} slots"
     assert below_count >= 0, f"{below_count} blocks below"
-    history = departures.departures_for(max(1, slot_count)) * ENTRY_BYTES
+    slots = max(1, slot_count)
     return {
         "slots": slot_count * SLOT_BYTES,
         "blocks_below": below_count * BELOW_BYTES,
-        "departures": (1 + len(LOWER)) * history,
+        "departures": (1 + len(LOWER)) * departures.departures_for(slots) * ENTRY_BYTES,
         "former_blocks": 3 * max(HORIZON_LEAST, HORIZON_SLOTS * slot_count),
-        "first_blocks": CONTENTS_MAX * FIRST_BLOCK_BYTES,
+        "first_blocks": first_blocks.first_blocks_for(slots) * ENTRY_BYTES,
         "known_runs": known_runs.STRETCHES_MAX * limits.stretch_blocks * known_runs.BLOCK_BYTES,
         "explanations": limits.explain_requests * EXPLANATION_BYTES,
         "queues": QUEUE_BYTES,

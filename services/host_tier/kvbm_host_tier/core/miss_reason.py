@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import groupby, takewhile
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import HASH_BYTES, SequenceHash
 from kvbm_common.tier.departures import Departure, Departures
 from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.tier.machine import Machine
@@ -17,12 +16,9 @@ from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.explain import FateEntry, Place
 
+from kvbm_host_tier.core.first_blocks import FirstBlocks, namespace_bits
 from kvbm_host_tier.core.lower_tiers import LOWER, LowerTiers
 
-CONTENTS_MAX = 65_536
-"""First blocks whose tokens are remembered, to see that only salt or namespace differ."""
-NAMES_MAX = 4
-"""Remembered hashes of one such block: tenants whose prompts begin with the same tokens."""
 OF_THE_RUN = (
     "no_room", "deadline", "busy", "draining", "engine_lost", "recompute_cheaper", "corrupt",
     "other_namespace", "removed", "too_long",
@@ -133,16 +129,20 @@ class MissReasons:
     """The reasons of missed blocks, from the tables of this tier and of those below."""
 
     def __init__(
-        self, table: SlotTable, departures: Departures, former: FormerBlocks, below: LowerTiers
+        self,
+        table: SlotTable,
+        departures: Departures,
+        former: FormerBlocks,
+        first_blocks: FirstBlocks,
+        below: LowerTiers,
     ) -> None:
         self.started_ms = 0
         """The time of this life's first step: nothing older is known."""
         self._table = table
         self._departures = departures
         self._former = former
+        self._first_blocks = first_blocks
         self._below = below
-        self._contents: OrderedDict[bytes, dict[SequenceHash, bytes]] = OrderedDict()
-        """Digest of a first block's tokens → its sequence hashes, each with its namespace."""
 
     def of(self, looked: Looked) -> list[Missed]:
         """Return the reasons of all blocks after the run of a lookup."""
@@ -254,23 +254,16 @@ class MissReasons:
 
     def _twin(self, looked: Looked) -> Missed | None:
         """Return a miss whose first block is here under another salt or namespace, if it is."""
-        if not looked.content:
-            return None
+        if len(looked.content) != HASH_BYTES:
+            return None  # The connector tells no digest of the tokens.
         first = looked.hashes[0]
-        names = self._contents.setdefault(looked.content, {})
-        self._contents.move_to_end(looked.content)
-        twins = (one for name, one in names.items() if name != first and self._is_here(name))
-        namespace = next(twins, None)
-        names.pop(first, None)
-        names[first] = looked.namespace
-        if len(names) > NAMES_MAX:
-            del names[next(iter(names))]
-        assert len(names) <= NAMES_MAX, f"{len(names)} hashes of one first block"
-        if len(self._contents) > CONTENTS_MAX:
-            self._contents.popitem(last=False)
-        if namespace is None or looked.run:
+        others = self._first_blocks.note(looked.content, first, looked.namespace)
+        if looked.run:
             return None
-        same = namespace == looked.namespace
+        twin = next((one for one in others if self._is_here(one.name)), None)
+        if twin is None:
+            return None
+        same = twin.namespace == namespace_bits(looked.namespace)
         return Missed(first, "salt_differs" if same else "namespace_differs", "host")
 
     def _is_here(self, name: SequenceHash) -> bool:

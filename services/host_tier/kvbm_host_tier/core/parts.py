@@ -66,7 +66,7 @@ class Parts:
         self.arena = arena = Arena(info, held.table, lay_out=held.lay_out, means=means)
         self.leases = ArenaLeases(held.table, means, epoch=epoch)
         held.unpin_ended, held.let_go = self.leases.settle, self.leases.let_go
-        self.reasons = MissReasons(held.table, held.departures, former, below)
+        self.reasons = MissReasons(held.table, held.departures, former, held.first_blocks, below)
         self.explain = Explain(self.reasons, below, means)
         self.answers = Answers(
             held.table, self.leases.leases, held.departures, epoch=epoch, known=held.known,

@@ -138,6 +138,7 @@ class HostTierView:
         fills = {
             "departures": parts.held.departures.fill(now_ms),
             "former_blocks": parts.former.fill(now_ms),
+            "first_blocks": parts.held.first_blocks.fill(),
             "explanations": parts.explain.kept.fill(now_ms),
             "open_explanations": parts.explain.fill(),
             "offers": Fill(

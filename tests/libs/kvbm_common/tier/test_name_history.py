@@ -47,6 +47,10 @@ def test_it_is_an_ordered_dict_that_forgets(first: int, seed: int) -> None:
         if rng.random() < 0.02:
             kept = rng.randrange(1, 3 * first)
             history.resize(kept)
+        elif rng.random() < 0.1 and oracle:
+            gone = rng.choice(list(oracle))
+            history.remove(gone)
+            del oracle[gone]
         elif rng.random() < 0.7:
             forgotten = history.note(name, at_ms, value)
             assert list(forgotten) == note_in(oracle, kept, name, at_ms, value)
@@ -56,6 +60,34 @@ def test_it_is_an_ordered_dict_that_forgets(first: int, seed: int) -> None:
         assert len(history) == len(oracle)
     assert [history.get(name) for name in names] == [oracle.get(name) for name in names]
     assert history.values() == {value for _, value in oracle.values()}
+
+
+def test_names_with_one_ending_are_found_in_the_order_in_which_they_came() -> None:
+    """Goal: the table wraps around, others stand between, one leaves and comes again."""
+    history, others = NameHistory(40), drawn_names("others", 30)
+    alike = [SequenceHash(bytes([number]) * 8 + b"\xff" * 8) for number in range(5)]
+    for number, name in enumerate(alike):
+        history.note(name, number, number)
+        for other in others[6 * number : 6 * number + 6]:
+            history.note(other, number, 0)
+    history.remove(alike[1])
+    history.note(alike[1], 9, 9)
+    history.note(alike[0], 8, 8)
+    assert [(one.at_ms, one.value) for one in history.alike(alike[3])] == [
+        (8, 8), (2, 2), (3, 3), (4, 4), (9, 9),
+    ]  # fmt: skip
+    assert [one.name for one in history.alike(others[0])] == [others[0]]
+    assert history.alike(SequenceHash(bytes(16))) == []
+
+
+def test_a_history_that_is_made_smaller_before_its_first_note_takes_what_is_declared() -> None:
+    """Goal: services learn the tier's slots later than they make its histories."""
+    history, names = NameHistory(ENTRIES_MOST), drawn_names("empty", 4_096)
+    history.resize(4_096)
+    before = memory_bytes()
+    for name in names:
+        history.note(name, 0, 0)
+    assert memory_bytes() - before < 4_096 * ENTRY_BYTES + (1 << 20)
 
 
 def test_a_smaller_history_forgets_a_few_with_each_note() -> None:

@@ -12,7 +12,7 @@ from kvbm_common.tier.reasons import MEANINGS, OUTCOMES
 from kvbm_common.wire.admin import RemoveRequest
 from kvbm_common.wire.explain import Explanation, FateEntry, FatesReply, Place, Segment
 from kvbm_common.wire.local import Lookup, Outcome
-from kvbm_host_tier.core import explain, miss_reason
+from kvbm_host_tier.core import explain, first_blocks, miss_reason
 from kvbm_host_tier.core.messages import (
     AdminAsked,
     AskDepartures,
@@ -380,7 +380,7 @@ def test_the_same_tokens_under_another_name(namespace: Namespace, reason: str) -
     assert told(host, "r").segments[0].hash == name(11).hex()
 
 
-@pytest.mark.parametrize("content", [b"", b"u" * 16])
+@pytest.mark.parametrize("content", [b"", b"u" * 16, b"t" * 15, b"t" * 1_000_000])
 def test_other_tokens_are_simply_new(content: bytes) -> None:
     host = Host(slots=4)
     ask(host, "q", 1, content=b"t" * 16)
@@ -397,9 +397,9 @@ def test_the_same_tokens_that_are_not_here_any_more_are_no_reason() -> None:
 
 
 def test_remembered_tokens_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of prompts, the oldest go; of one prompt's names, too."""
-    monkeypatch.setattr(miss_reason, "CONTENTS_MAX", 2)
-    monkeypatch.setattr(miss_reason, "NAMES_MAX", 1)
+    """Of prompts, the oldest go; of one prompt's hashes, too."""
+    monkeypatch.setattr(first_blocks, "first_blocks_for", lambda _slot_count: 2)
+    monkeypatch.setattr(first_blocks, "HASHES_MAX", 1)
     host = Host(slots=4)
     for number in (1, 2, 3):
         ask(host, "q", number, content=bytes([number]) * 16)
