@@ -266,7 +266,7 @@ class DeclaredSettings(AccessSettings):
     explain_requests: int = setting(
         "KVBM_EXPLAIN_REQUESTS", 100_000, schema.integer(0, 10_000_000), section="metrics",
         unit="requests", help="Each host tier keeps why so many recent lookups hit and missed, in "
-        "about half a KiB each; 0: none.")
+        "384 bytes each on average; 0: none.")
     otlp_endpoint: str = setting(
         "KVBM_OTLP_ENDPOINT", "", schema.HTTP_URL, section="metrics",
         default_text="off, unless `OTEL_EXPORTER_OTLP_ENDPOINT` is set",

@@ -6,7 +6,7 @@ from kvbm_common.tier import departures
 from kvbm_common.tier.former_blocks import HORIZON_LEAST
 from kvbm_common.tier.name_history import ENTRY_BYTES
 
-from kvbm_host_tier.core import first_blocks, known_runs
+from kvbm_host_tier.core import explanation_ring, first_blocks, known_runs
 from kvbm_host_tier.core.held_blocks import HORIZON_SLOTS
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_tiers import LOWER
@@ -15,7 +15,6 @@ SLOT_BYTES = 2_048
 """A block, its slot, its places in tables and in the policy; measured with `lru`: 800."""
 BELOW_BYTES = 320
 """Memory for what is known of a block of a lower tier."""
-EXPLANATION_BYTES = 640
 QUEUE_BYTES = 48 << 20
 """Messages that wait, offers, lookups, leases, the diary and its 20,000 entries."""
 
@@ -32,6 +31,6 @@ def parts_of(limits: HostTierLimits, *, slot_count: int, below_count: int) -> di
         "former_blocks": 3 * max(HORIZON_LEAST, HORIZON_SLOTS * slot_count),
         "first_blocks": first_blocks.first_blocks_for(slots) * ENTRY_BYTES,
         "known_runs": known_runs.STRETCHES_MAX * limits.stretch_blocks * known_runs.BLOCK_BYTES,
-        "explanations": limits.explain_requests * EXPLANATION_BYTES,
+        "explanations": limits.explain_requests * explanation_ring.ENTRY_BYTES,
         "queues": QUEUE_BYTES,
     }
