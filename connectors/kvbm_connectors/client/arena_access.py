@@ -33,8 +33,6 @@ from kvbm_connectors.client.bounce_pool import BouncePool
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu
 
-CALL_DEADLINE_S = 10.0
-"""Registrations and metadata take milliseconds; a machine in trouble gets some more."""
 RETRY_MS = 500
 RETRY_MS_MAX = 30_000
 """Between attempts to reach the same arena."""
@@ -207,9 +205,8 @@ class ArenaAccess:
         reader: ArenaReader | None = None
         try:
             if self._is_wanted(welcome):
-                peer = self._mover.add_peer(welcome.agent).result(CALL_DEADLINE_S)
                 reader = reader_of(
-                    welcome, self._mover, peer, self._pool, wanted=self._wanted, gpu=self._gpu
+                    welcome, self._mover, self._pool, wanted=self._wanted, gpu=self._gpu
                 )
         except (KvbmError, TimeoutError) as error:
             if not self._is_closed:  # An engine that ends at once has closed the mover.

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CALL_DEADLINE_S = 10.0
+"""Registrations and metadata take milliseconds; a machine in trouble gets some more."""
 MAPPED_CHUNK_BYTES = 4 * 1024 * 1024
 """One thread copies so much at a time: a load of some blocks is work for all threads."""
 
@@ -250,20 +252,21 @@ def _pass_on(moved: Future[Transferred], brought: Future[Brought]) -> None:
 def reader_of(
     welcome: Welcome,
     mover: MoverThread,
-    peer: str,
     pool: BouncePool,
     *,
     wanted: str,
     gpu: Gpu | None = None,
 ) -> ArenaReader:
     """Return the reader of this arena. `wanted` is `mapped`, `nixl` or `auto`; an arena that cannot
-    be mapped is read by NIXL."""
+    be mapped is read by NIXL. Only then is the host tier added as a peer: it polls for those that
+    may read over TCP. Raises KvbmError and TimeoutError."""
     if wanted != "nixl":
         try:
             return MappedReader(welcome) if gpu is None else _cuda_reader(welcome, gpu)
         except (KvbmError, OSError) as error:  # OSError: no room in our address space.
             level = logging.WARNING if wanted == "mapped" or gpu is not None else logging.INFO
             log.log(level, "the arena cannot be mapped, using NIXL: %s", error)
+    peer = mover.add_peer(welcome.agent).result(CALL_DEADLINE_S)
     return NixlReader(mover, peer, pool, deliver=gpu.deliver if gpu is not None else None)
 
 

@@ -11,7 +11,7 @@ from kvbm_common.nixl.mover_thread import MoverThread, TransferError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.client.arena_access import CALL_DEADLINE_S
+from kvbm_connectors.client.arena_reader import CALL_DEADLINE_S
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu

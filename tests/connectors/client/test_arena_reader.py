@@ -293,11 +293,11 @@ def test_a_buffer_that_a_gpu_copies_from_late_is_lost_until_then(
     ("wanted", "name"), [("mapped", "mapped"), ("nixl", "nixl"), ("auto", "mapped")]
 )
 def test_what_can_be_mapped_is_mapped_unless_an_operator_wants_nixl(
-    mover: MoverThread, arena: Arena, pool: BouncePool, wanted: str, name: str
+    mover: MoverThread, arena: Arena, owner: Owner, pool: BouncePool, wanted: str, name: str
 ) -> None:
     """The choice does not depend on a measurement, which may be of a cache, or of a bad moment."""
-    there = welcome(arena_path=str(arena.path))
-    reader = reader_of(there, mover, "peer", pool, wanted=wanted)
+    there = welcome(arena_path=str(arena.path), agent=owner.metadata)
+    reader = reader_of(there, mover, pool, wanted=wanted)
     assert reader.name == name
     reader.close()
 
@@ -305,7 +305,7 @@ def test_what_can_be_mapped_is_mapped_unless_an_operator_wants_nixl(
 @pytest.mark.parametrize("wanted", ["mapped", "auto"])
 @pytest.mark.parametrize("kind", ["missing", "empty", "a directory"])
 def test_an_arena_that_cannot_be_mapped_is_read_over_nixl(
-    mover: MoverThread, tmp_path: Path, pool: BouncePool, wanted: str, kind: str
+    mover: MoverThread, tmp_path: Path, owner: Owner, pool: BouncePool, wanted: str, kind: str
 ) -> None:
     """It is on another host, or its owner has just died."""
     path = tmp_path / "arena"
@@ -316,6 +316,7 @@ def test_an_arena_that_cannot_be_mapped_is_read_over_nixl(
             path.mkdir()
         case _:
             pass
-    reader = reader_of(welcome(arena_path=str(path)), mover, "peer", pool, wanted=wanted)
+    there = welcome(arena_path=str(path), agent=owner.metadata)
+    reader = reader_of(there, mover, pool, wanted=wanted)
     assert reader.name == "nixl"
     reader.close()

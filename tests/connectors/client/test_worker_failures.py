@@ -355,14 +355,30 @@ def test_an_arena_that_cannot_be_reached_is_tried_again(
 
     monkeypatch.setattr(MoverThread, "add_peer", fails_at_first)
     monkeypatch.setattr("kvbm_connectors.client.arena_access.RETRY_MS", 20)
-    rank = Rank(tmp_path)
+    rank = Rank(tmp_path, mover="nixl")
     with host_tier(rank.endpoint) as host:
-        rank.meet(host, arena_path=str(arena.path), arena_address=THEIRS, agent=owner.metadata)
+        rank.meet(host, arena_path=str(arena.path), arena_address=owner.address,
+                  agent=owner.metadata)  # fmt: skip
         assert failures == []
         assert rank.counts["arena_failures"] == 2
         rank.start_load(load([1]))
         assert rank.result().intact == (True,)
         rank.close()
+
+
+def test_who_maps_an_arena_is_no_peer_of_its_host_tier(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host tier polls for peers that may read from it, and such an engine never does."""
+    added: list[bytes] = []
+    monkeypatch.setattr(MoverThread, "add_peer", lambda _mover, agent: added.append(agent))
+    rank = Rank(tmp_path)
+    with host_tier(rank.endpoint) as host:
+        rank.meet(host, arena_path=str(arena.path), arena_address=THEIRS)
+        rank.start_load(load([1]))
+        assert rank.result().intact == (True,)
+        rank.close()
+    assert not added
 
 
 def test_what_is_not_for_a_worker_is_passed_over(

@@ -93,15 +93,16 @@ def add_agent(agent: Any, metadata: bytes) -> str:
         raise BadPeerMetadata(f"a peer's name is not valid UTF-8: {error}") from error
 
 
-def answer_peers(agent: Any) -> None:
-    """Let UCX answer peers, and drop the notifications that they have for us: none is ours.
+def answer_peers(agent: Any) -> bool:
+    """Let UCX answer peers; return whether one has sent a notification: a peer that adds us does.
 
     An error is of this call alone, and the next poll makes another one.
     """
     try:
-        agent.get_new_notifs(["UCX"])
+        return bool(agent.get_new_notifs(["UCX"]))
     except NIXL_ERRORS as error:
         _log.warning("nixl_poll", f"UCX could not be polled: {error}")
+        return False
 
 
 def defaults_of(backend: str) -> dict[str, str]:

@@ -156,11 +156,12 @@ class MoverThread:
         report such a transfer as done."""
         return self._call(lambda pump: pump.deregister(registration))
 
-    def attend(self, seconds: float) -> None:
+    def attend(self, seconds: float, *, if_added: bool = False) -> None:
         """Say for how long peers are expected to read from here. By default without end: an idle
-        mover polls for them. What comes at other times is served, more slowly."""
+        mover polls for them. What comes at other times is served, more slowly. With `if_added`,
+        none is expected as long as no peer has added this agent (`add_peer`)."""
         self._attends_until = time.monotonic() + seconds
-        self._call(lambda pump: pump.attend(seconds))
+        self._call(lambda pump: pump.attend(seconds, if_added=if_added))
 
     def expect_peer(self) -> None:
         """Say that a peer adds this agent now: a connection takes several polls on both sides."""

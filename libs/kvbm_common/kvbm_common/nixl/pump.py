@@ -92,6 +92,7 @@ class Pump:
         self._serves = self._spins = "UCX" in backends
         self._quiet_poll_s: float | None = QUIET_POLL_S
         self._attend_until, self._connect_until = math.inf, 0.0
+        self._attends_all, self._was_added = True, False
         self._busy_pause_s = OBJECT_PAUSE_S if backends == ("OBJ",) else PAUSE_S
         if self.ring_fd is not None:
             self._busy_pause_s = RING_PAUSE_S
@@ -113,7 +114,8 @@ class Pump:
             return IDLE_POLL_S
         if not self._serves:
             return None
-        attentive = time.monotonic() < max(self._attend_until, self._connect_until)
+        attend_until = self._attend_until if self._attends_all or self._was_added else 0.0
+        attentive = time.monotonic() < max(attend_until, self._connect_until)
         return IDLE_POLL_S if attentive else self._quiet_poll_s
 
     def accept(self, job: Call | Transfer) -> None:
@@ -181,8 +183,8 @@ class Pump:
     def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> None:
         self._queue.limit_files(read_bytes=read_bytes, written_bytes=written_bytes)
 
-    def attend(self, seconds: float) -> None:
-        self._attend_until = time.monotonic() + seconds
+    def attend(self, seconds: float, *, if_added: bool = False) -> None:
+        self._attend_until, self._attends_all = time.monotonic() + seconds, not if_added
 
     def look_out(self, every_s: float | None) -> None:
         self._quiet_poll_s = every_s
@@ -336,8 +338,9 @@ class Pump:
 
     def _serve(self, now: float) -> None:
         """Let UCX answer peers, and expire what waits."""
-        if self._serves:
-            answer_peers(self._agent)
+        if self._serves and answer_peers(self._agent):
+            self._was_added = True
+            self.expect_peer()
         for transfer in [t for t in self._queue.waiting if now > t.deadline]:
             self._queue.waiting.remove(transfer)
             self._timeouts += 1

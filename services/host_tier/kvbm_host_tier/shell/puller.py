@@ -143,11 +143,11 @@ class Puller:
 
     def expect_reads(self, seconds: float) -> None:
         """Have the arena's agent stand ready for engines that cannot map the arena, and read it
-        over TCP."""
+        over TCP. Those have added it; without any it rests."""
         now = time.monotonic()
         if now + seconds / 2 > self._attends_until:
             self._attends_until = now + seconds
-            self.mover.attend(seconds)
+            self.mover.attend(seconds, if_added=True)
 
     def stop_making(self) -> None:
         """Have an allocation under way end soon, and let none begin."""

@@ -31,7 +31,7 @@ from kvbm_common.nixl.mover_thread import (
     TransferTimeout,
     probe_posix,
 )
-from kvbm_common.nixl.pump import IDLE_POLL_S, PAUSE_S, RING_PAUSE_S
+from kvbm_common.nixl.pump import IDLE_POLL_S, PAUSE_S, QUIET_POLL_S, RING_PAUSE_S
 from kvbm_common.nixl.spans import Spans
 from numpy.typing import NDArray
 
@@ -637,6 +637,25 @@ def test_a_mover_that_looks_for_no_one_polls_where_a_peer_is_expected(
         quiet.attend(LIMIT_S)
         peer.read(name, target.blocks([0]), memory.blocks([0]), deadline_s=LIMIT_S).result(LIMIT_S)
         assert (target.array == 7).all()
+
+
+def test_a_mover_that_no_peer_has_added_attends_to_none(
+    tcp_only: None, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that map an arena never add its owner, whose polls would cost it some % of a core."""
+    memory.array[:BLOCK] = 7
+    with MoverThread("owner") as owner, MoverThread("peer") as peer:
+        owner.register_memory(memory.address, SIZE).result(LIMIT_S)
+        target = Memory.of(BLOCK)
+        peer.register_memory(target.address, BLOCK).result(LIMIT_S)
+        owner.attend(LIMIT_S, if_added=True)
+        assert owner._call(lambda pump: pump.pause_s).result(LIMIT_S) == QUIET_POLL_S
+        name = peer.add_peer(owner.metadata().result(LIMIT_S)).result(LIMIT_S)
+        peer.read(name, target.blocks([0]), memory.blocks([0]), deadline_s=LIMIT_S).result(LIMIT_S)
+        assert (target.array == 7).all()
+        monkeypatch.setattr(pump, "CONNECT_S", 0.0)  # As if it had been added long ago.
+        owner.expect_peer()
+        assert owner._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
 
 
 def test_a_missing_back_end_is_unavailable() -> None:

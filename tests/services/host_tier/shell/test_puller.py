@@ -122,6 +122,20 @@ async def test_movers_rest_until_an_engine_has_come(
         puller.close()
 
 
+def test_the_arena_agent_stands_ready_only_for_engines_that_read_over_nixl(
+    puller: Puller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most map the arena. For those a thousand polls a second would be for nothing."""
+    told: list[tuple[MoverThread, float, bool]] = []
+
+    def attend(mover: MoverThread, seconds: float, *, if_added: bool = False) -> None:
+        told.append((mover, seconds, if_added))
+
+    monkeypatch.setattr(MoverThread, "attend", attend)
+    puller.expect_reads(60)
+    assert told == [(puller.mover, 60, True)]
+
+
 def start_pull(*, ranks: int) -> StartPull:
     """Blocks 5 and 6 into slots 2 and 0, each of so many parts of 64 bytes."""
     region = Region(address=1 << 20, stride=64, piece_bytes=64, blocks=9)
