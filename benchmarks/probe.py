@@ -136,6 +136,8 @@ class Probe:
             for ended in self.scheduler.drain_ended():
                 count -= 1
                 stored += ended.stored
+        if self.scheduler.idle():  # As engines do: else its NIXL thread polls on.
+            self.worker.expect_reads(expected=False)
         return stored
 
     def lookup(self, request: str, names: list[SequenceHash]) -> Hit:
