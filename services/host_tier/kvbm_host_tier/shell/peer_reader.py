@@ -24,6 +24,7 @@ from kvbm_host_tier.shell.peer_reader_messages import (
     Added,
     AddPeer,
     Arrived,
+    ExpectPeer,
     Failed,
     FromReader,
     Opened,
@@ -209,6 +210,11 @@ class PeerReader:
         """Forget a peer that has left."""
         if self.opened is not None:
             self._send(RemovePeer(name=name))
+
+    def expect_peer(self) -> None:
+        """Have the process stand ready for a peer that adds its agent now."""
+        if self.opened is not None:
+            self._send(ExpectPeer())
 
     async def read(
         self, peer: str, sources: list[int], offsets: list[int], *, block_bytes: int,

@@ -30,6 +30,10 @@ class RemovePeer(_Message, frozen=True):
     name: str
 
 
+class ExpectPeer(_Message, frozen=True):
+    """Stand ready: a peer adds this agent now. There is no answer."""
+
+
 class Read(_Message, frozen=True):
     """Read blocks of a peer into the arena and sum them up; ends in Arrived or Failed.
 
@@ -83,7 +87,7 @@ class Settled(_Message, frozen=True):
     id: int
 
 
-ToReader = AddPeer | RemovePeer | Read
+ToReader = AddPeer | RemovePeer | ExpectPeer | Read
 FromReader = Opened | Added | Arrived | Failed | Settled
 _to_reader: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
 _from_reader: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)

@@ -8,6 +8,7 @@ a read that hangs writes nothing any more when this process has ended, whatever 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from kvbm_host_tier.shell.peer_reader_messages import (
     Added,
     AddPeer,
     Arrived,
+    ExpectPeer,
     Failed,
     FromReader,
     Opened,
@@ -53,7 +55,9 @@ class PeerReaderProcess:
         self._summer = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
     def open(self) -> None:
-        """Lend the arena, and say where it is."""
+        """Lend the arena, and say where it is. The agent rests until the first peer has added it:
+        most hosts are never read from."""
+        self._mover.attend(math.inf, if_added=True)
         self._mover.register_memory(self._arena.address, self._arena.bytes).result(CALL_DEADLINE_S)
         agent = self._mover.metadata().result(CALL_DEADLINE_S)
         self._say(Opened(agent=agent, address=self._arena.address))
@@ -66,6 +70,8 @@ class PeerReaderProcess:
                 added.add_done_callback(partial(self._added, message.id))
             case RemovePeer():
                 self._mover.remove_peer(message.name)
+            case ExpectPeer():
+                self._mover.expect_peer()
             case Read():
                 self._read(message)
 

@@ -81,6 +81,7 @@ class HostTierVerbs:
         opened, arena = self._peer_reader.opened, self._view.arena_reply()
         if opened is None or not arena.slot_bytes:
             raise DoorClosed("the peer reader is not running")
+        self._peer_reader.expect_peer()
         reply = DoorReply(
             epoch=arena.epoch,
             slot_bytes=arena.slot_bytes,

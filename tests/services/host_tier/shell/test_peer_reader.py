@@ -6,25 +6,34 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import io
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import RequestFailed
+from kvbm_common.memory.arena import Arena
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.service.process import serve
 from kvbm_common.wire.index_verbs import MatchReply, MatchRequest
 from kvbm_common.wire.local import Found
 from kvbm_common.wire.verbs import ArenaReply, LeaseReply, LeaseRequest, verb_subject
 from kvbm_host_tier.shell import peer_reader
+from kvbm_host_tier.shell.peer_reader_messages import ExpectPeer, Opened
+from kvbm_host_tier.shell.peer_reader_process import PeerReaderProcess
+from kvbm_host_tier.shell.verbs import HostTierVerbs
 from kvbm_index.shell.service import serve_index
 
 from tests.services.host_tier.engine import RealEngine
@@ -87,6 +96,41 @@ async def test_a_host_tier_without_a_peer_reader_is_ready_and_says_so(
         told = await wait_stats(bus, lambda stats: bool(stats.reasons))
         assert told.ready
         assert "KVBM_PEER_DEVICES" in told.reasons[0]
+
+
+def test_a_peer_reader_rests_until_a_peer_has_added_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand polls a second take 3 % of a core, and most hosts are never read from."""
+    told: list[object] = []
+
+    def attend(_: MoverThread, seconds: float, *, if_added: bool = False) -> None:
+        told.append((seconds, if_added))
+
+    monkeypatch.setattr(MoverThread, "attend", attend)
+    monkeypatch.setattr(MoverThread, "expect_peer", lambda _: told.append("peer"))
+    with Arena.create(tmp_path, "arena", 4096) as arena, MoverThread("reader") as mover:
+        process = PeerReaderProcess(arena, mover, io.BytesIO())
+        process.open()
+        assert told == [(math.inf, True)]
+        process.take(ExpectPeer())
+        assert told[1:] == ["peer"]
+
+
+async def test_a_host_that_asks_for_the_door_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds the agent next, and each step of the handshake would wait for a poll."""
+    expected: list[str] = []
+    door = peer_reader.PeerReader("door")
+    door.opened = Opened(agent=b"agent", address=4096)
+    monkeypatch.setattr(door, "expect_peer", lambda: expected.append("peer"))
+    arena = ArenaReply(
+        path="/arena", bytes=4 * 4096, slot_bytes=4096, slot_count=4, epoch=1, instance="0"
+    )
+    view: Any = SimpleNamespace(arena_reply=lambda: arena)
+    nothing: Any = None
+    verbs = HostTierVerbs(view, nothing, nothing, nothing, door)
+    await verbs.handlers()["door"](b'{"any_size": true}')
+    assert expected == ["peer"]
 
 
 @dataclass(frozen=True, slots=True)
