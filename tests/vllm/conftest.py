@@ -44,10 +44,11 @@ def several_groups() -> None:
         pytest.skip("vLLM 0.29 passes models with several KV groups through")
 
 
-def make_model(directory: Path, kind: str, seed: int = 0) -> str:
+def make_model(directory: Path, kind: str, seed: int = 0, *, kv_heads: int = 2) -> str:
     """A random model; see make_model.py."""
     assert VLLM_PYTHON.exists(), "`make test-vllm` makes the environment"
-    run_maker("make_model", directory, str(directory), "--kind", kind, "--seed", str(seed))
+    numbers = ["--seed", str(seed), "--kv-heads", str(kv_heads)]
+    run_maker("make_model", directory, str(directory), "--kind", kind, *numbers)
     return str(directory)
 
 
