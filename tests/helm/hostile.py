@@ -11,6 +11,7 @@ import yaml
 from tests.helm.chart import CHART, LOADER
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS = yaml.load((CHART / "values.yaml").read_text(), LOADER)
 UNUSED = {"/global"}
 """Values that no template reads."""
 
@@ -60,7 +61,8 @@ def members(place: Place, other: Any, schema: Schema, pointer: str) -> Iterator[
     """Yield the members of an object. A map has two: one for its value, one for its key."""
     assert schema.get("additionalProperties") is False, f"{pointer}: takes any name"
     for name, member in used(schema, pointer).items():
-        if other or not is_number(member) or name in schema.get("required", ()):
+        is_needed = name in schema.get("required", ()) and not has_default(f"{pointer}/{name}")
+        if other or not is_number(member) or is_needed:
             yield name, values(place, other, member, f"{pointer}/{name}")
     for member in schema.get("patternProperties", {}).values():
         [[name, text]] = schema["examples"][0].items()
@@ -82,6 +84,16 @@ def is_number(schema: Schema) -> bool:
     schema = resolved(schema)
     kinds = {type(value) for value in schema.get("enum", ())}
     return schema.get("type") in ("integer", "number") or kinds == {int}
+
+
+def has_default(pointer: str) -> bool:
+    """Tell whether values.yaml has a value at a pointer."""
+    value: Any = DEFAULTS
+    for name in pointer.strip("/").split("/"):
+        if not isinstance(value, dict) or name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def places(schema: Schema = SCHEMA, pointer: str = "") -> Iterator[tuple[str, Schema]]:

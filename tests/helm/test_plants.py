@@ -26,7 +26,8 @@ class Plant:
 
 PLANTS = {
     "two services of a pod have one port": Plant(
-        "values.yaml", "port: 6883", "port: 6882", "6882 is there twice",
+        "templates/node.yaml", "containerPort: {{ int .values.port }}", "containerPort: 6882",
+        "6882 is there twice",
     ),
     "a port that the table has not": Plant(
         "values.yaml", "port: 6884\n", "port: 6890\n", "6890 is not in the table",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -59,6 +60,10 @@ def left_out(names: set[str]) -> set[str]:
         ("nats.streamReplicas=5", ("nats.streamReplicas is 5, and nats.replicas only 3",)),
         ("node.affinity.nodeAfinity.x=1", ("/node/affinity", "'nodeAfinity' not allowed")),
         ("node.affinity.podAffinity.required=1", ("/node/affinity/podAffinity", "'required'")),
+        ("node.hostTier.cacheGB=1000000001", ("/node/hostTier/cacheGB", "maximum")),
+        ("nats.enabled=false,nats.url=tls://me:secret@nats:4222", ("/nats/url", "not match")),
+        ("etcd.url=etcd://me:secret@etcd:2379", ("/etcd/url", "not match")),
+        ("node.hostTier.port=6883", ("port 6883 is that of host-tier and of disk-tier",)),
         ("networkPolicy.operators[0].podSelector.labels.a=b", ("podSelector", "'labels' not")),
     ],
 )  # fmt: skip
@@ -68,6 +73,30 @@ def test_a_wrong_value_is_refused_by_its_name(assignment: str, told: tuple[str, 
         render("--set", assignment)
     for text in told:
         assert text in str(refused.value)
+
+
+def test_a_value_of_null_is_refused_or_changes_no_kind() -> None:
+    """Goal: `null` takes a default away. What cannot do without it says so, by its name."""
+    usual = {(one["kind"], one["metadata"]["name"]) for one in render()}
+    for path, value in defaults(yaml.safe_load((CHART / "values.yaml").read_text())):
+        complaint, documents = "", []
+        try:
+            documents = render("--set", f"{path}=null")
+        except Refused as refused:
+            complaint = str(refused)
+        if complaint:
+            assert f"missing property '{path.rpartition('.')[2]}'" in complaint, path
+            continue
+        assert value in ("", [], {}) or isinstance(value, dict), path
+        assert {(one["kind"], one["metadata"]["name"]) for one in documents} == usual, path
+
+
+def defaults(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path of every value and section, with what it is; no amounts, no labels."""
+    for name, value in values.items():
+        yield f"{path}{name}", value
+        if isinstance(value, dict) and name not in ("resources", "engines", "labels"):
+            yield from defaults(value, f"{path}{name}.")
 
 
 def test_every_value_is_in_the_schema_and_the_other_way_round() -> None:
