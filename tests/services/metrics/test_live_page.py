@@ -66,6 +66,9 @@ class Services:
     """
 
     bus: Bus
+    engine: str = "engine-{}"
+    request: str = "chat/7 of {}"
+    namespace: Namespace = NAMESPACE
     begun_s: float = field(default_factory=time.monotonic)
     registries: list[NatsRegistry] = field(default_factory=list)
     entries: dict[tuple[str, str], NatsRegistration] = field(default_factory=dict)
@@ -77,8 +80,9 @@ class Services:
         times = 20 * (time.monotonic() - self.begun_s)
         found = 4 if host == "a" else 1
         worker = msgspec.structs.replace(
-            WORKER, engine=f"engine-{host}", block_bytes=2_097_152, namespace=NAMESPACE
-        )
+            WORKER, engine=self.engine.format(host), block_bytes=2_097_152,
+            namespace=self.namespace,
+        )  # fmt: skip
         figures = {
             "lookups": times, "matched_tokens": 16 * found * times,
             "lookup_blocks.host": found * times, "lookup_blocks.miss": (4 - found) * times,
@@ -100,11 +104,11 @@ class Services:
             return msgspec.json.encode(MetricsSnapshot(kind, host, "0", 1, []))
 
         async def explain_list(payload: bytes) -> bytes:
-            engine, now_ms = f"engine-{host}", time.time_ns() // 1_000_000
+            engine, now_ms = self.engine.format(host), time.time_ns() // 1_000_000
             asked = msgspec.json.decode(payload, type=ExplainListRequest)
             said = [
                 msgspec.structs.replace(
-                    MISS, ts_ms=now_ms, engine=engine, request=f"chat/7 of {host}"
+                    MISS, ts_ms=now_ms, engine=engine, request=self.request.format(host)
                 )
             ]
             mine = said if asked.engine in ("", engine) else []
@@ -297,9 +301,13 @@ BROKEN_WORDS = """() => {
 }"""
 OUTSIDE = """() => [...document.querySelectorAll("th, td, h2, h3, p, .chips li, .legend li")]
   .filter(node => node.checkVisibility() && !node.closest(".hidden"))
-  .filter(node => node.scrollWidth > node.clientWidth + 1 && node.clientWidth > 1
+  .filter(node => !node.matches("td.long")
+    && node.scrollWidth > node.clientWidth + 1 && node.clientWidth > 1
     || node.getBoundingClientRect().right > document.documentElement.clientWidth)
   .map(node => node.outerHTML.slice(0, 120))"""
+CUT = """() => [...document.querySelectorAll("td.long")]
+  .filter(node => node.checkVisibility() && node.scrollWidth > node.clientWidth + 1)
+  .map(node => [node.title, node.textContent, getComputedStyle(node).textOverflow])"""
 SHOTS = os.environ.get("LIVE_PAGE_SHOTS")
 
 
@@ -328,6 +336,27 @@ async def test_no_word_is_broken(
         await shown.page.locator("#misses button.go").first.click()
         await shown.until("document.querySelector('#story-body button.block')")
         assert await shown.evaluate(BROKEN_WORDS) == []
+
+
+@pytest.mark.parametrize("width", [390, 768, 1200])
+async def test_a_long_name_pushes_no_column_out(
+    services: Services, url: str, browser: Browser, width: int
+) -> None:
+    """Goal: what a name is next to stays on the page. A name that is cut is whole in its title."""
+    services.engine = "6f1c2a9e_8d7b_4c55_9a55_" + "0a" * 16 + "_{}"
+    services.request = "chatcmpl_" + "0a" * 32 + "_{}"
+    services.namespace = Namespace(model="/models/" + "quantised_" * 8, block_tokens=16)
+    host = "ip_10_0_23_45_eu_central_1_compute_internal_" + "0" * 16
+    await services.add("disk-tier", host)
+    async with tab(browser, url, width=width, height=844) as shown:
+        await until_figures(shown, 3)
+        await shown.until("document.querySelectorAll('#misses tbody tr').length === 2")
+        await shown.until("document.querySelectorAll('#tiers tbody tr').length === 4")
+        assert await shown.evaluate("document.documentElement.scrollWidth") <= width
+        assert await shown.evaluate(OUTSIDE) == []
+        cut = await shown.evaluate(CUT)
+        assert cut
+        assert [title for title, text, how in cut if (title, how) != (text, "ellipsis")] == []
 
 
 def width_of(picture: Path) -> int:

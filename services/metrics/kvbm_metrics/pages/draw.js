@@ -36,12 +36,14 @@ export const fit = (parent, items, grow, fill) => {
 };
 
 // Cells are texts, or {text, name} for one with a class, or {text, meter, tier} with a meter, or
-// {text, go} with a link within the page.
+// {text, go} with a link within the page. A name that is too long is cut, and whole in the title.
 export const rows = (body, list) => fit(body, list,
   () => document.createElement("tr"),
   (row, cells) => fit(row, cells, () => document.createElement("td"), (cell, told) => {
     const one = typeof told === "object" ? told : { text: told };
-    set(cell, "class", one.name || "");
+    const name = one.name || "";
+    set(cell, "class", name);
+    if (name.includes("long")) set(cell, "title", one.text);
     if (one.go !== undefined) {
       if (!cell.querySelector("button")) cell.replaceChildren(make("button", null, "go"));
       cell.firstElementChild.dataset.go = one.go;

@@ -183,13 +183,13 @@ const GONE = ["number", "number", "number wide", "number", "wide"];
 
 export const showTiers = tiers => rows(byId("tiers").tBodies[0], tiers.map(one => one.manner ? [
   `${one.tier} ${one.instance}`,
-  { text: one.host, name: "wide" },
+  { text: one.host, name: "wide long" },
   { text: "–", meter: 0, tier: one.tier },
   ...GONE.map(name => ({ text: "–", name })),
   { text: stateOf(one), name: toneOf(one) },
 ] : [
   `${one.tier} ${one.instance}`,
-  { text: one.host, name: "wide" },
+  { text: one.host, name: "wide long" },
   { text: part(one.occupancy), meter: one.occupancy, tier: one.tier },
   { text: count(one.rates.blocks_in), name: "number" },
   { text: count(one.rates.blocks_out), name: "number" },
@@ -202,10 +202,10 @@ export const showTiers = tiers => rows(byId("tiers").tBodies[0], tiers.map(one =
 const attached = workers => workers.filter(one => !one.passes_through);
 
 export const showWorkers = workers => rows(byId("workers").tBodies[0], attached(workers).map(one => [
-  { text: one.engine, go: engineLink(one.engine) },
+  { text: one.engine, go: engineLink(one.engine), name: "long" },
   `${one.rank} of ${one.world_size}`,
-  one.model,
-  { text: one.host, name: "wide" },
+  { text: one.model, name: "long" },
+  { text: one.host, name: "wide long" },
   { text: bytes(one.block_bytes), name: "number wide" },
   { text: ago(one.seen_ms_ago), name: "number" },
 ]));
@@ -235,8 +235,8 @@ export const showMisses = (told, here) => {
   });
   rows(byId("misses").tBodies[0], missed.slice(0, 8).map(one => [
     ago(Math.max(0, Date.now() - one.ts_ms)),
-    { text: one.request_id, name: "wide" },
-    { text: one.engine, name: "wide" },
+    { text: one.request_id, name: "wide long" },
+    { text: one.engine, name: "wide long" },
     { text: String(one.blocks), name: "number" },
     { text: String(one.missed_blocks), name: "number" },
     { text: one.reason.replaceAll("_", " "), go: requestLink(one.request_id) },
