@@ -58,6 +58,15 @@ def documented_metrics() -> set[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=by_name)
+def test_packages_go_into_an_environment(path: Path) -> None:
+    """Goal: the line works where the system's Python takes no packages, as Debian's does."""
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("    ") and "pip install --find-links" in line:
+            assert "-m venv" in lines[number - 1], line
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=by_name)
 def test_links_lead_somewhere(path: Path) -> None:
     """Goal: no reader meets a dead end inside the project."""
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
