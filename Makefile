@@ -20,14 +20,14 @@ setup: $(STAMP) ## make .venv from the hashed lock (idempotent)
 NATIVE := libs/kvbm_common/hatch_build.py $(wildcard libs/kvbm_common/kvbm_common/copying/native/*)
 
 # uv installs in a tenth of pip's time. Where it cannot be had, or does not reach an index that pip is
-# configured with, pip installs the same.
-install = $(VENV)/bin/uv pip install --quiet --no-cache --python $(PY) $(1) || \
+# configured with, pip installs the same. Both print a line every few seconds, also into a pipe.
+install = $(VENV)/bin/uv pip install --no-cache --python $(PY) $(1) || \
 	  $(PY) -m pip install --progress-bar off $(1)
 
 $(STAMP): requirements/lock.txt requirements/uv.txt $(PACKAGES:=/pyproject.toml) $(NATIVE)
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "KVBM needs Python 3.11 or newer")'
 	test -x $(PY) || python3 -m venv $(VENV)
-	-$(PY) -m pip install --quiet --require-hashes --no-deps -r requirements/uv.txt
+	-$(PY) -m pip install --progress-bar off --require-hashes --no-deps -r requirements/uv.txt
 	$(call install,--require-hashes --no-deps -r requirements/lock.txt)
 	$(call install,--no-deps --no-build-isolation $(PACKAGES:%=-e %))
 	touch $@

@@ -127,3 +127,14 @@ def test_the_engines_are_those_that_the_readme_names() -> None:
     assert "| vLLM | 0.29 to 0.33 |" in readme
     assert extras["sglang"] == ["sglang==0.5.23"]
     assert "| SGLang | 0.5.23 |" in readme
+
+
+def test_setup_says_what_it_installs() -> None:
+    """Goal: half a minute of downloads is not silent, also where the output is a pipe."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert len(lines) >= 3
+    assert [line for line in lines if "--quiet" in line] == []
