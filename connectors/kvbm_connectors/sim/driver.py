@@ -182,6 +182,11 @@ class EngineHandle:
         self._context.term()
 
 
+async def stop_all(engines: Sequence[EngineHandle]) -> None:
+    """End the processes of all engines, side by side: one that hangs has its deadlines alone."""
+    await asyncio.gather(*(engine.stop() for engine in engines))
+
+
 async def run_turns(
     engines: Sequence[EngineHandle],
     turns: Iterable[Turn],

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
-from kvbm_connectors.sim.driver import EngineDied, EngineHandle, run_turns
+from kvbm_connectors.sim.driver import (
+    STOP_DEADLINE_S,
+    EngineDied,
+    EngineHandle,
+    run_turns,
+    stop_all,
+)
 from kvbm_connectors.sim.workload import Turn
 
 from tests.waiting import lives, wait_until
@@ -59,6 +66,24 @@ async def test_an_engine_that_ends_leaves_no_file(tmp_path: Path) -> None:
     assert "sim-0.sock" in os.listdir(tmp_path)
     await engine.stop()
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]
+
+
+async def test_engines_that_hang_are_ended_side_by_side(tmp_path: Path) -> None:
+    """Goal: a demo that is ended does not wait for one engine after the other.
+
+    Each has a deadline for its answer and one for its end, and is killed then.
+    """
+    engines = [
+        EngineHandle(msgspec.structs.replace(config_of(tmp_path), name=f"sim-{number}"))
+        for number in range(3)
+    ]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    for engine in engines:
+        os.kill(engine.pid, signal.SIGSTOP)
+    pids, begun_s = [engine.pid for engine in engines], time.monotonic()
+    await stop_all(engines)
+    assert time.monotonic() - begun_s < 4 * STOP_DEADLINE_S
+    assert not any(lives(pid) for pid in pids)
 
 
 async def test_a_prompt_that_cannot_fit_is_an_error_of_its_own(engine: EngineHandle) -> None:

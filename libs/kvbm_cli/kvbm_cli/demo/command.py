@@ -24,7 +24,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
-from kvbm_connectors.sim.driver import EngineHandle, run_turns
+from kvbm_connectors.sim.driver import EngineHandle, run_turns, stop_all
 from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
 
 from kvbm_cli.command_line import one_line
@@ -283,12 +283,12 @@ async def _start_engines(
     options: DemoOptions, stack: Stack | AttachedStack, cleanup: AsyncExitStack
 ) -> list[EngineHandle]:
     engines: list[EngineHandle] = []
+    cleanup.push_async_callback(stop_all, engines)
     for number in range(options.engines):
         name = stack.name if isinstance(stack, AttachedStack) else "sim"
         config = options.engine_config(number, stack.settings, name=name)
         log_path = stack.log_dir / f"{config.name}.log" if stack.log_dir else None
         engine = EngineHandle(config, log_path=log_path)
-        cleanup.push_async_callback(engine.stop)
         engines.append(engine)
     attached = await asyncio.gather(*(engine.start() for engine in engines))
     if not all(attached):
