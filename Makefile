@@ -56,7 +56,7 @@ test-vllm-versions: setup ## a smoke test of the connector on the other supporte
 
 $(VLLM_VERSIONS): test-vllm-%:
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm .venv-vllm-$* $*
-	KVBM_TEST_VLLM=.venv-vllm-$* $(PY) -m pytest tests/vllm/test_smoke.py $(ARGS)
+	KVBM_TEST_VLLM=.venv-vllm-$* $(PY) -m pytest tests/vllm/test_smoke.py tests/vllm/test_hits.py $(ARGS)
 
 MINUTES ?= 30
 soak: setup ## a stack under engines that come and go, kills, operators; nothing may grow: MINUTES=30 ARGS="--seed 7"

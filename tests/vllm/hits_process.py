@@ -35,10 +35,12 @@ def drawn_groups(rng: random.Random) -> tuple[int, list[Any]]:
 
     vLLM takes chunked attention beside blocks of one size alone, with chunks of whole blocks.
     """
+    from vllm import __version_tuple__
     from vllm.v1 import kv_cache_interface as specs
 
     from tests.vllm.device.kinds import FEATURES, full, states, window
 
+    modes = ["align", "all"] if __version_tuple__[:2] < (0, 33) else ["align"]
     base, count = rng.choice(BASES), rng.randint(1, 4)
     is_even = rng.random() < 0.4
     sizes = [base * rng.randint(1, 4)] * count
@@ -52,7 +54,7 @@ def drawn_groups(rng: random.Random) -> tuple[int, list[Any]]:
         elif kind == "w":
             groups.append(window(rng.randint(1, 40), size))
         elif kind == "s":
-            groups.append(states(size, rng.choice(["align", "all"])))
+            groups.append(states(size, rng.choice(modes)))
         else:
             spec = full(size)
             groups.append(
