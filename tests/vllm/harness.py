@@ -10,6 +10,7 @@ import random
 import re
 import runpy
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import numpy as np
 from kvbm_cli.demo.check import StackView
 from kvbm_cli.stack import SERVICES, Stack
 from kvbm_common.config.settings import Settings
+from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.admin import RemoveReply, RemoveRequest
@@ -80,6 +82,16 @@ class LiveStack:
         """Run something on the stack's loop and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(STACK_DEADLINE_S)
 
+    def ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Ask a service until it answers: on a starved machine one question may be too early."""
+        give_up_s = time.monotonic() + STACK_DEADLINE_S
+        while True:
+            try:
+                return self.call(question())
+            except DeadlineExceeded:
+                if time.monotonic() > give_up_s:
+                    raise
+
     def kill(self, kind: str) -> None:
         """As a crash."""
         self.call(self.stack.kill(kind))
@@ -93,7 +105,7 @@ class LiveStack:
 
     def figures(self, kind: str) -> dict[str, float]:
         """What a service counts."""
-        return dict(self.call(self.view.stats(kind)).figures)
+        return dict(self.ask(lambda: self.view.stats(kind)).figures)
 
     def forget(self, kind: str) -> None:
         """Remove every block of a tier, by its admin verb."""
@@ -111,21 +123,22 @@ class LiveStack:
 
     def epoch(self, kind: str) -> int:
         """The number of a service's present life."""
-        return self.call(self.view.stats(kind)).epoch
+        return self.ask(lambda: self.view.stats(kind)).epoch
 
     def workers(self) -> set[int]:
         """The ranks that are attached to the host tier, of whatever engine."""
-        return {worker.rank for worker in self.call(self.view.stats("host-tier")).workers}
+        stats = self.ask(lambda: self.view.stats("host-tier"))
+        return {worker.rank for worker in stats.workers}
 
     def held(self, kind: str) -> set[str]:
         """The blocks of a tier, by its own account, in hex."""
-        snapshot = self.call(self.view.snapshot(kind))
+        snapshot = self.ask(lambda: self.view.snapshot(kind))
         return {name for part in snapshot.parts for run in part.runs for name in run.hashes}
 
     def indexed(self) -> dict[str, set[str]]:
         """What the index holds, by source."""
         found: dict[str, set[str]] = {}
-        for holder in self.call(self.view.dump()):
+        for holder in self.ask(self.view.dump):
             found.setdefault(holder.source, set()).update(holder.hashes)
         return {source: names for source, names in found.items() if names}
 

@@ -6,6 +6,7 @@ connector, a host tier with room for few blocks, and a disk tier. No model runs.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -144,7 +145,8 @@ def flip_arena(settings: Settings, rng: random.Random) -> None:
 
 def at_rest(stack: LiveStack) -> bool:
     """Whether no tier leases a block, or waits for the bytes of one."""
-    found = [stack.call(stack.view.stats(kind)) for kind in ("host-tier", "disk-tier")]
+    kinds = ("host-tier", "disk-tier")
+    found = [stack.ask(functools.partial(stack.view.stats, kind)) for kind in kinds]
     return not any(one.leases or one.slots.get("staged") for one in found)
 
 
