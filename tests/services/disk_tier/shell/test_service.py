@@ -55,6 +55,7 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record
+from kvbm_disk_tier.shell.own_files import lock_directory
 from kvbm_disk_tier.shell.service import serve
 from kvbm_disk_tier.shell.store import Store
 from kvbm_disk_tier.shell.store_options import StoreOptions
@@ -336,7 +337,7 @@ async def test_blocks_come_back_after_kill_9(
         await wait_until(lambda: epochs(host) > lives, deadline_s=DEADLINE_S)
         await host.wait_announced(1, 2, 3)
         assert service.pid != before
-        await wait_until(lambda: service.is_ready)
+        await service.wait_ready(deadline_s=DEADLINE_S)
         await until(lambda: can_fill(host))
         host.store(4)
         await host.wait_announced(1, 2, 3, 4)
@@ -417,7 +418,7 @@ async def test_sealed_blocks_come_back_as_well(
         os.kill(service.pid, signal.SIGKILL)
         await wait_until(lambda: epochs(host) > lives, deadline_s=DEADLINE_S)
         await host.wait_announced(1, 2, 3)
-        await wait_until(lambda: service.is_ready)
+        await service.wait_ready(deadline_s=DEADLINE_S)
         await until(lambda: can_fill(host))
 
 
@@ -665,6 +666,16 @@ async def test_a_cache_that_is_larger_than_the_disk_takes_nothing_from_it(
         assert (tmp_path / "kvbm-h-0/slots").stat().st_blocks == 0
 
 
+@contextmanager
+def locked(directory: Path) -> Iterator[int]:
+    """A directory that another disk tier has."""
+    fd = lock_directory(directory)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 async def test_a_second_disk_tier_on_the_same_directory_is_refused(
     nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -673,9 +684,7 @@ async def test_a_second_disk_tier_on_the_same_directory_is_refused(
     monkeypatch.setattr("kvbm_disk_tier.shell.service.LOCK_DEADLINE_S", 0.2)
     settings = settings_of(nats_server, tmp_path)
     directory = tmp_path / "kvbm-h-0"
-    directory.mkdir()
-    with (directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(directory):
         assert await serve_service("disk-tier", serve, settings, asyncio.Event()) == 1
     assert f"{directory} is used by another disk tier" in caplog.text
     assert "Traceback" not in caplog.text
@@ -686,9 +695,7 @@ async def test_a_predecessor_may_take_its_time_to_leave(
 ) -> None:
     """Who takes a place over waits for the lock a while."""
     directory = tmp_path / "kvbm-h-0"
-    directory.mkdir()
-    with (directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(directory) as lock:
         async with living(settings_of(nats_server, tmp_path)):
             with pytest.raises(RequestFailed):
                 await ask_when_there(bus, "stats")
