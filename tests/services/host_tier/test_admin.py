@@ -271,7 +271,7 @@ def test_a_block_that_leaves_leaves_its_pins() -> None:
     assert host.copied(lease)
     admin(host, "reset", RemoveRequest(everything=True), RemoveReply)
     assert admin(host, "pins", PinsRequest(), PinsReply).pins == []
-    assert host.core.view.fills(host.now_ms)["pinned"].used == 0
+    assert host.core.view.usages(host.now_ms)["pinned"].used == 0
     host.store(11, 12, 13, 14)
     assert host.announced == {11, 12, 13, 14}
     assert admin(host, "pin", PinRequest(hashes=hexes(11, 12), ttl_ms=1), PinReply).pinned == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 from kvbm_connectors.consolidator.core.core import ConsolidatorStatistics
 from kvbm_connectors.consolidator.core.ended_engines import ENDED_MAX
@@ -35,14 +35,14 @@ def parts_of(now: ConsolidatorStatistics, *, routers: bool) -> dict[str, int]:
     }
 
 
-def fills_of(now: EnginesStatistics, limits: ConsolidatorLimits) -> dict[str, Fill]:
+def usages_of(now: EnginesStatistics, limits: ConsolidatorLimits) -> dict[str, Usage]:
     """Return how full each table and queue is; those of streams are of the fullest stream."""
     assert now.pending_most <= now.pending_batches, now
     assert now.orphan_most <= now.orphan_blocks, now
     return {
-        "streams": Fill(now.streams, limits.streams_max),
-        "pending_batches": Fill(
+        "streams": Usage(now.streams, limits.streams_max),
+        "pending_batches": Usage(
             now.pending_most, limits.pending_batches_max, now.drops.get("pending_full", 0)
         ),
-        "orphan_blocks": Fill(now.orphan_most, limits.orphan_blocks_max),
+        "orphan_blocks": Usage(now.orphan_most, limits.orphan_blocks_max),
     }

@@ -35,7 +35,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
-from kvbm_connectors.consolidator.core.memory import fills_of, parts_of
+from kvbm_connectors.consolidator.core.memory import parts_of, usages_of
 from kvbm_connectors.consolidator.core.messages import (
     AnswerRouter,
     AskEpoch,
@@ -363,7 +363,7 @@ async def serve_consolidator(context: ServiceContext) -> None:
         awaits_routers=True,
     )
     context.footprint.declare(lambda: parts_of(core.statistics(), routers=routers))
-    context.bounds.declare(lambda: fills_of(core.engines.statistics(), limits))
+    context.bounds.declare(lambda: usages_of(core.engines.statistics(), limits))
     connectors = ConnectorSocket(
         settings.consolidator_endpoint, context.counters, curve_file=settings.curve_server_file
     )

@@ -36,7 +36,7 @@ from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.streams import MARK, StreamSpec
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.events import Event, event_codec
 from kvbm_common.wire.packed_events import can_pack, json_subject, pack, packed_subject, stamped
 
@@ -152,13 +152,13 @@ class EventPublisher:
         self._empty.clear()
         self._work.set()
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return how full the outbox is, in messages; what was dropped, in events."""
-        return Fill(len(self._outbox), self._outbox_max, self._dropped_count)
+        return Usage(len(self._outbox), self._outbox_max, self._dropped_count)
 
-    def fill_bytes(self) -> Fill:
+    def bytes_usage(self) -> Usage:
         """Return how full the outbox is, by the bytes of its messages."""
-        return Fill(self._outbox_bytes, OUTBOX_BYTES_MAX)
+        return Usage(self._outbox_bytes, OUTBOX_BYTES_MAX)
 
     def publish(self, subject: str, payload: bytes, *, epoch: int, seq: int) -> None:
         """Put the message of one event in the outbox, after all that was gathered."""

@@ -27,7 +27,7 @@ from typing import Generic, Protocol, TypeVar
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.runtime.fair_queue import FairQueue
 from kvbm_common.runtime.pauses import pause_s
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 BURST_MAX = 128
 """Steps before other tasks get their turn: about 1 ms of core work."""
@@ -112,9 +112,9 @@ class CoreLoop(Generic[Input, Effect]):
         self._turns = 0
         """Turns that the last burst beside `run` has left to others."""
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return how full the queue of inputs is."""
-        return Fill(self._inputs, self._inbox_size, self._refused)
+        return Usage(self._inputs, self._inbox_size, self._refused)
 
     @property
     def depth(self) -> int:

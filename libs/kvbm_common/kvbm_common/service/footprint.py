@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvbm_common.runtime.metrics import Metric, gauge_of
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.metrics import MEMORY, MEMORY_BOUND
 
 MIB = 1 << 20
@@ -62,13 +62,13 @@ class Footprint:
         self.log()
         return {MEMORY: float(memory_bytes()), MEMORY_BOUND: float(self.bound_bytes)}
 
-    def fills(self) -> dict[str, Fill]:
+    def usages(self) -> dict[str, Usage]:
         """Return how full the bounds of every process are: its memory and its descriptors."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         descriptors = 0 if most == resource.RLIM_INFINITY else most
         return {
-            "memory": Fill(memory_bytes(), self.bound_bytes),
-            "descriptors": Fill(_open_files(), descriptors),
+            "memory": Usage(memory_bytes(), self.bound_bytes),
+            "descriptors": Usage(_open_files(), descriptors),
         }
 
     def collect(self) -> list[Metric]:

@@ -175,7 +175,7 @@ async def _live_on_bus(
         counters.include(context.footprint.collect)
         counters.include(context.bounds.collect)
         counters.include(lambda: metrics_of_counts(registry.counts))
-        context.bounds.declare(context.footprint.fills)
+        context.bounds.declare(context.footprint.usages)
         standing.context = context
         bus.packs_events = settings.events_form == "packed"
         try:

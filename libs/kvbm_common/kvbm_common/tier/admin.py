@@ -39,7 +39,7 @@ from kvbm_common.wire.admin import (
     UnpinReply,
     UnpinRequest,
 )
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.verbs import ErrorBody
 
 PINNED_PART_MAX = 0.5
@@ -256,10 +256,10 @@ def pins_of(leases: LeaseTable) -> list[Lease]:
     return [lease for lease in leases.all() if lease.reason == PIN]
 
 
-def pins_fill(table: SlotTable, leases: LeaseTable) -> Fill:
+def pins_usage(table: SlotTable, leases: LeaseTable) -> Usage:
     """Return how many slots pins hold, of those that they may; slots have several sizes."""
     used_bytes = sum(map(table.slot_bytes, leases.pinned_slots))
-    return Fill(used_bytes, PINNED_PART_MAX * table.usable_bytes)
+    return Usage(used_bytes, PINNED_PART_MAX * table.usable_bytes)
 
 
 def _pin(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.tier.name_history import NameHistory, Noted, entries_for
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 DEPARTURES_MAX = 262_144
 """14 MB when it is full: at 2 MiB a block, half a TiB that has come and gone."""
@@ -74,12 +74,12 @@ class Departures:
         found = self._by_block.get(name)
         return None if found is None else Departure(found[0], *self._reasons[found[1]])
 
-    def fill(self, now_ms: int) -> Fill:
+    def usage(self, now_ms: int) -> Usage:
         """Return how full this history is, and how far back it reaches."""
         since_ms = self.forgotten_ms
         reach_s = None if since_ms is None else (now_ms - since_ms) / 1000
         assert reach_s is None or reach_s >= 0, f"forgotten at {since_ms} ms, now {now_ms}"
-        return Fill(len(self), self._by_block.entries_max, self.forgotten_count, reach_s)
+        return Usage(len(self), self._by_block.entries_max, self.forgotten_count, reach_s)
 
     def knows_none_of(self, names: Sequence[SequenceHash]) -> bool:
         """Return whether no departure of any of these blocks is known."""

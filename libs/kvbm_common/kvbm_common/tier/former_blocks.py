@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvbm_common.eviction.sketch import mixed
 from kvbm_common.identity import HASH_BYTES, SequenceHash
 from kvbm_common.tier.small_pages import small_pages
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 BUCKET = 128
 """Marks of a bucket. Larger ones are fuller at the same risk, and a look into one costs more."""
@@ -69,11 +69,11 @@ class FormerBlocks:
         """The number of last noted blocks that are remembered."""
         return len(self._marks) * BUCKET_NAMES
 
-    def fill(self, now_ms: int) -> Fill:
+    def usage(self, now_ms: int) -> Usage:
         """Return how full the horizon is, and how far back it reaches."""
         reach_s = None if self.since_ms is None else (now_ms - self.since_ms) / 1000
         used = min(self._noted, self.horizon)
-        return Fill(used, self.horizon, self._noted - used, reach_s)
+        return Usage(used, self.horizon, self._noted - used, reach_s)
 
     def note(self, name: SequenceHash, now_ms: int) -> None:
         """Remember a block that nothing else remembers from now on."""

@@ -17,8 +17,8 @@ REACH = "kvbm_bound_reach_seconds"
 """The names of the gauges and the counter, each with the labels `bound` and `kind`."""
 
 
-class Fill(NamedTuple):
-    """The present fill of one bound."""
+class Usage(NamedTuple):
+    """The present use of one bound."""
 
     used: float
     size: float

@@ -18,7 +18,7 @@ from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import SlotTable
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 from kvbm_disk_tier.core.effects import AppendJournal, RewriteJournal
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay
@@ -126,9 +126,9 @@ class JournalWriter:
             self.removal_order = records[-1].order
             self._append(None, records)
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return the journal's records, of those that it may have before it is rewritten."""
-        return Fill(self.record_count, max(self.longest, self._shortest))
+        return Usage(self.record_count, max(self.longest, self._shortest))
 
     def not_removed(self) -> None:
         """Note that records of removed blocks were lost: a rewrite is due, without the blocks."""

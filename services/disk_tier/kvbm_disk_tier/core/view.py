@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.admin import pins_fill, pins_of
+from kvbm_common.tier.admin import pins_of, pins_usage
 from kvbm_common.tier.size_figures import NO_SIZES, size_figures, waste_percent
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.explain import FateEntry, FatesReply
 from kvbm_common.wire.tier_stats import TenantStats
 from kvbm_common.wire.verbs import SnapshotReply, StatsReply
@@ -52,24 +52,24 @@ class View:
             "writers": float(len(self._core.pending.admission.shards.instances)),
         }
 
-    def fills(self, now_ms: int) -> dict[str, Fill]:
+    def usages(self, now_ms: int) -> dict[str, Usage]:
         """Return how full each queue, table and history is; a bucket has no journal."""
         inventory, pending, reads = self._core.inventory, self._core.pending, self._core.reads
         counts, limits, sights = self._core.counts, self._core.limits, pending.admission.filter
-        fills = {
-            "departures": inventory.departures.fill(now_ms),
-            "pinned": pins_fill(inventory.table, inventory.leases),
-            "waiting_writes": Fill(
+        usages = {
+            "departures": inventory.departures.usage(now_ms),
+            "pinned": pins_usage(inventory.table, inventory.leases),
+            "waiting_writes": Usage(
                 len(pending.waiting), limits.pending_max, counts["dropped.write_pending_full"]
             ),
-            "waiting_reads": Fill(
+            "waiting_reads": Usage(
                 reads.waiting_count, limits.reads_waiting_max, counts["dropped.fill_busy"]
             ),
-            "sights": Fill(len(sights), sights.entries_max),
+            "sights": Usage(len(sights), sights.entries_max),
         }
         if self._core.store.kind.sized and self._core.store.layout is not None:
-            fills["journal"] = inventory.journal.fill()
-        return fills
+            usages["journal"] = inventory.journal.usage()
+        return usages
 
     def statistics(self) -> StatsReply:
         """Return the figures for the admin API."""

@@ -146,7 +146,7 @@ class TierShell:
         context.counters.include(
             lambda: metrics_of_counts(view.counts(), label_names={"bytes": "direction"})
         )
-        context.bounds.declare(lambda: view.fills(monotonic_ms()))
+        context.bounds.declare(lambda: view.usages(monotonic_ms()))
         context.bounds.declare_queues(self._loop, self._publisher)
         await context.bus.subscribe(hits_subject(context.host), self._hits)
         own = {"fill": self._fill, "snapshot": self._snapshot, "fates": self._fates}

@@ -16,7 +16,7 @@ from itertools import groupby
 import msgspec
 from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.tier.reasons import OUTCOMES
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.explain import (
     REQUEST_CHARS_MAX,
@@ -76,10 +76,10 @@ class Explain:
         """Move a lookup by its table; `_keep` ends it."""
         looked.state = EXPLANATION.next(looked.state, event, looked.request)
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return how full the queue of lookups is that lower tiers are to explain."""
         assert len(self._open) <= OPEN_MAX, f"{len(self._open)} lookups are open"
-        return Fill(len(self._open), OPEN_MAX, self._counts["dropped.explain_open"])
+        return Usage(len(self._open), OPEN_MAX, self._counts["dropped.explain_open"])
 
     @property
     def is_settled(self) -> bool:

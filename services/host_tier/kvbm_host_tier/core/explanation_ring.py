@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgspec
 from kvbm_common.identity import HASH_BYTES
 from kvbm_common.tier.reasons import MEANINGS
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.explain import (
     REQUEST_CHARS_MAX,
     ExplainListRequest,
@@ -78,10 +78,10 @@ class ExplanationRing:
         assert self.oldest <= self._next, f"{self.oldest} is the oldest of {self._next}"
         return self._next - self.oldest
 
-    def fill(self, now_ms: int) -> Fill:
+    def usage(self, now_ms: int) -> Usage:
         """Return how full the ring is, and how far back it reaches."""
         reach_s = (now_ms - self.oldest_ms()) / 1000 if self.oldest and len(self) else None
-        return Fill(len(self), self._count_max, self.oldest, reach_s)
+        return Usage(len(self), self._count_max, self.oldest, reach_s)
 
     def add(self, one: Explanation) -> None:
         """Keep an explanation, and let the oldest go."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash
 from kvbm_common.tier.name_history import NameHistory, Noted, entries_for
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 FIRST_BLOCKS_MAX = 262_144
 FIRST_BLOCKS_MIN = 4_096
@@ -53,9 +53,9 @@ class FirstBlocks:
         """Keep as many first blocks as a tier with so many slots needs."""
         self._history.resize(first_blocks_for(slot_count))
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return how full this history is. Its entries have no time, so no reach is known."""
-        return Fill(len(self), self._history.entries_max, self._forgotten)
+        return Usage(len(self), self._history.entries_max, self._forgotten)
 
     def note(self, content: bytes, name: SequenceHash, namespace: bytes) -> list[FirstBlock]:
         """Make a first block the newest; returns the others with its tokens, the oldest first."""

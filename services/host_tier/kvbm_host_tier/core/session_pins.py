@@ -24,7 +24,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slabs import SizeClass
 from kvbm_common.tier.slots import SlotTable
 from kvbm_common.tier.tenants import Claim, Tenant
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 SESSIONS_MAX = 1_024
 """Sessions that are remembered. Beyond it the tenant with the most loses the session without a
@@ -356,10 +356,10 @@ class SessionPins:
         """Return the slots that sessions pin, each once, for `check`."""
         return [pinned.slot for pinned in self._pinned.values()]
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return how many bytes are pinned, how many may be, and how many blocks were refused."""
         refused = self._counts["hint_blocks_refused"]
-        return Fill(self._used_bytes.total(), self._total_bound, refused)
+        return Usage(self._used_bytes.total(), self._total_bound, refused)
 
     def figures(self) -> dict[str, float]:
         """Return how many sessions are remembered, and what they pin."""

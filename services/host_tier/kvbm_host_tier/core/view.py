@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.admin import pins_fill, pins_of
+from kvbm_common.tier.admin import pins_of, pins_usage
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.size_figures import size_figures, waste_percent
 from kvbm_common.tier.slots import Block
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.explain import ExplainListRequest, Explanation
 from kvbm_common.wire.verbs import ArenaReply, SnapshotReply, StatsReply
 
@@ -132,29 +132,29 @@ class HostTierView:
         """Return the time of the oldest kept explanation; 0: no explanation is kept."""
         return self._parts.explain.kept.oldest_ms()
 
-    def fills(self, now_ms: int) -> dict[str, Fill]:
+    def usages(self, now_ms: int) -> dict[str, Usage]:
         """Return how full each queue, table and history of the core is."""
         parts, limits, counts = self._parts, self._parts.limits, self.counts
-        fills = {
-            "departures": parts.held.departures.fill(now_ms),
-            "former_blocks": parts.former.fill(now_ms),
-            "first_blocks": parts.held.first_blocks.fill(),
-            "explanations": parts.explain.kept.fill(now_ms),
-            "open_explanations": parts.explain.fill(),
-            "offers": Fill(
+        usages = {
+            "departures": parts.held.departures.usage(now_ms),
+            "former_blocks": parts.former.usage(now_ms),
+            "first_blocks": parts.held.first_blocks.usage(),
+            "explanations": parts.explain.kept.usage(now_ms),
+            "open_explanations": parts.explain.usage(),
+            "offers": Usage(
                 len(parts.offload), limits.offers_max, counts.get("dropped.offer_busy", 0)
             ),
-            "lookups": Fill(
+            "lookups": Usage(
                 len(parts.onboard), limits.lookups_max, counts.get("dropped.lookup_busy", 0)
             ),
-            "pinned": pins_fill(parts.held.table, parts.leases.leases),
-            "hinted": parts.held.session_pins.fill(),
+            "pinned": pins_usage(parts.held.table, parts.leases.leases),
+            "hinted": parts.held.session_pins.usage(),
         }
         departures = {
-            medium: view.departures.fill(now_ms) for medium, view in parts.below.views.items()
+            medium: view.departures.usage(now_ms) for medium, view in parts.below.views.items()
         }
         assert departures.keys() == DEPARTURES_BELOW.keys(), f"histories of {list(departures)}"
-        return fills | {DEPARTURES_BELOW[medium]: fill for medium, fill in departures.items()}
+        return usages | {DEPARTURES_BELOW[medium]: one for medium, one in departures.items()}
 
     # --- figures ----------------------------------------------------------------------------
 

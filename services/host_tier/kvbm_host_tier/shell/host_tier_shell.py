@@ -183,7 +183,7 @@ class HostTierShell:
         context = self._context
         context.set_stats(self._statistics)
         context.counters.include(lambda: figures_of(self._core.view))
-        context.bounds.declare(lambda: self._core.view.fills(monotonic_ms()))
+        context.bounds.declare(lambda: self._core.view.usages(monotonic_ms()))
         context.bounds.declare_queues(self._loop, self._publisher)
         await context.bus.subscribe(offers_subject(context.host), self._offer)
         await context.add_verbs(

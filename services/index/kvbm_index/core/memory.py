@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 from kvbm_index.core.event_decoder import SUBJECTS_MAX
 from kvbm_index.core.messages import Limits, Statistics
@@ -26,10 +26,10 @@ def parts_of(limits: Limits, *, block_count: int) -> dict[str, int]:
     }
 
 
-def fills_of(now: Statistics, limits: Limits) -> dict[str, Fill]:
+def usages_of(now: Statistics, limits: Limits) -> dict[str, Usage]:
     """Return how full each table and queue is; that of events is the fullest of all sources."""
     assert now.buffered_most <= now.buffered_events, now
     return {
-        "sources": Fill(now.sources, limits.sources_max, now.drops.get("sources_full", 0)),
-        "buffered_events": Fill(now.buffered_most, limits.buffer_events_max),
+        "sources": Usage(now.sources, limits.sources_max, now.drops.get("sources_full", 0)),
+        "buffered_events": Usage(now.buffered_most, limits.buffer_events_max),
     }

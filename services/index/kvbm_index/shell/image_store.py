@@ -17,7 +17,7 @@ from kvbm_common.nats.object_store import ObjectBroken, ObjectInfo, ObjectStore
 from kvbm_common.nats.streams import IMAGES, IMAGES_BUCKET
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.epochs import epoch_max
 
 from kvbm_index.core.image import Image, ImageError, pack, unpack
@@ -58,14 +58,14 @@ class ImageStore:
             "Whether NATS has heard the stream of events of this zone in the last seconds.",
             labels=("zone",),
         )
-        self._stream: Fill | None = None
+        self._stream: Usage | None = None
         self._horizon = counters.gauge(
             "kvbm_event_horizon_seconds",
             "How far back a stream reaches that has forgotten: an older image is of no use.",
             labels=("stream",),
         )
 
-    def fills(self) -> dict[str, Fill]:
+    def usages(self) -> dict[str, Usage]:
         """Return how full the event stream is, as of the last image; its age may end it first."""
         return {} if self._stream is None else {"event_stream": self._stream}
 
@@ -116,10 +116,10 @@ class ImageStore:
             horizon_s = stream.horizon_s(datetime.now(UTC))
             state, most = stream.state, max(0, stream.config.max_bytes)
             if horizon_s < math.inf:
-                self._stream = Fill(state.bytes, most, reach_s=horizon_s)
+                self._stream = Usage(state.bytes, most, reach_s=horizon_s)
                 self._horizon.labels(stream=self._events.name).set(horizon_s)
             else:
-                self._stream = Fill(state.bytes, most)
+                self._stream = Usage(state.bytes, most)
                 self._horizon.clear()
 
     async def _is_due(self) -> bool:

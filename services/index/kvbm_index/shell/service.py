@@ -30,7 +30,7 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_index.core import event_batch
 from kvbm_index.core.core import IndexCore
-from kvbm_index.core.memory import fills_of, parts_of
+from kvbm_index.core.memory import parts_of, usages_of
 from kvbm_index.core.messages import (
     Effect,
     EventsReceived,
@@ -121,7 +121,7 @@ class IndexShell:
         context = self._context
         context.set_stats(self._stats)
         context.bounds.declare_queues(self._loop)
-        context.bounds.declare(self._images.fills)
+        context.bounds.declare(self._images.usages)
         context.counters.include(lambda: metrics_of(self._core.view.statistics))
         start = await self._restore()
         async with (
@@ -345,7 +345,7 @@ async def serve_index(context: ServiceContext) -> None:
     events = await Bus.connect(context.bus.access, name, counters=context.counters)
     core = IndexCore(limits)
     context.footprint.declare(lambda: parts_of(limits, block_count=core.view.statistics.blocks))
-    context.bounds.declare(lambda: fills_of(core.view.statistics, limits))
+    context.bounds.declare(lambda: usages_of(core.view.statistics, limits))
     try:
         await IndexShell(context, core, events).run()
     finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvbm_common.registry.records import ENGINE, Left, RegistryEvent, ServiceRecord
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 from kvbm_metrics.core.recent_models import GoneView
 
@@ -73,10 +73,10 @@ class GoneServices:
             del self._gone[next(iter(self._gone))]
         self._expire(now_s)
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return how full this history is."""
         assert len(self._gone) <= GONE_MAX, f"{len(self._gone)} services are remembered"
-        return Fill(len(self._gone), GONE_MAX)
+        return Usage(len(self._gone), GONE_MAX)
 
     def of(self, now_s: float) -> list[Gone]:
         """Return the services that are gone, sorted as the present ones are."""

@@ -19,7 +19,7 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.replicas import ask_any
 from kvbm_common.registry.records import ENGINE, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import (
@@ -158,9 +158,9 @@ class Fleet:
         now_s = self._clock_s()
         return gone_views(self._gone.of(now_s), now_s)
 
-    def fills(self) -> dict[str, Fill]:
+    def usages(self) -> dict[str, Usage]:
         """Return how full the table of services that have gone is."""
-        return {"gone_services": self._gone.fill()}
+        return {"gone_services": self._gone.usage()}
 
     def history(self, host: str) -> list[HistoryPoint]:
         """Return the points of the last hour of a host, or of all; oldest first."""

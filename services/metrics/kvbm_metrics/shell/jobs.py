@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvbm_common.errors import KvbmError
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 from kvbm_metrics.shell.fleet import OPERATOR_DEADLINE_S
 
@@ -93,9 +93,9 @@ class Jobs:
             raise UnknownJob(f"no job {job_id!r}")
         return job
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return how full the history of jobs is."""
-        return Fill(len(self._jobs), JOBS_MAX)
+        return Usage(len(self._jobs), JOBS_MAX)
 
     def all(self) -> list[Job]:
         """Return the jobs that are remembered, newest first."""

@@ -56,7 +56,7 @@ async def serve(context: ServiceContext) -> None:
         server = HttpServer(create_app(api, context.counters), context.counters)
         context.set_stats(lambda: _stats(context, server))
         context.footprint.declare(lambda: {"answers": ANSWERS_BYTES, "history": history.BYTES_MAX})
-        context.bounds.declare(lambda: fleet.fills() | {"jobs": jobs.fill()})
+        context.bounds.declare(lambda: fleet.usages() | {"jobs": jobs.usage()})
         forget = functools.partial(_forget, fleet)
         await context.add_verbs({"forget": context.audit.audited("forget", forget)})
         async with asyncio.TaskGroup() as tasks:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.runtime.loop import AWAITED_MAX, BURST_MS, QUIET_TICK_MS, CoreLoop
-from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.bounds import Usage
 
 from tests.waiting import wait_until
 
@@ -243,7 +243,7 @@ async def test_inputs_beyond_the_inbox_are_refused_and_counted() -> None:
     _, loop = make(inbox_size=1)
     assert loop.hand_in("a")
     assert not loop.hand_in("b")
-    assert loop.fill().dropped == 1
+    assert loop.usage().dropped == 1
 
 
 async def test_effects_in_flight_have_their_turns_before_the_next_step() -> None:
@@ -340,7 +340,7 @@ async def test_a_lane_takes_half_of_the_queue_at_most() -> None:
     _, loop = make(inbox_size=4)
     taken = [loop.offer_nowait("flood", lane="loud") for _ in range(5)]
     assert taken == [True, True, False, False, False]
-    assert loop.fill() == Fill(2, 4, 3)
+    assert loop.usage() == Usage(2, 4, 3)
     assert loop.hand_in("lookup", lane="quiet")
     assert loop.offer_nowait("nameless")
     assert not loop.offer_nowait("one more")

@@ -13,7 +13,7 @@ from kvbm_common.service.bounds import Bounds
 from kvbm_common.service.footprint import Footprint
 from kvbm_common.tier.departures import DEPARTURES_MIN, Departures
 from kvbm_common.tier.former_blocks import FormerBlocks
-from kvbm_common.wire.bounds import BOUNDS, Fill
+from kvbm_common.wire.bounds import BOUNDS, Usage
 
 
 def shown(bounds: Bounds) -> dict[tuple[str, str], float]:
@@ -29,7 +29,7 @@ def shown(bounds: Bounds) -> dict[tuple[str, str], float]:
 
 def test_a_bound_has_four_series_and_a_history_its_reach() -> None:
     bounds = Bounds()
-    bounds.declare(lambda: {"explanations": Fill(7, 10, 3, 60.0), "lookups": Fill(1, 4)})
+    bounds.declare(lambda: {"explanations": Usage(7, 10, 3, 60.0), "lookups": Usage(1, 4)})
     assert shown(bounds) == {
         ("kvbm_bound_used", "explanations"): 7,
         ("kvbm_bound_size", "explanations"): 10,
@@ -43,8 +43,8 @@ def test_a_bound_has_four_series_and_a_history_its_reach() -> None:
 
 def test_a_bound_without_a_size_is_not_shown_yet() -> None:
     bounds = Bounds()
-    bounds.declare(lambda: {"pinned": Fill(0, 0)})
-    assert bounds.fills() == {}
+    bounds.declare(lambda: {"pinned": Usage(0, 0)})
+    assert bounds.usages() == {}
 
 
 @pytest.mark.parametrize("names", [["no_such"], ["lookups", "lookups"]])
@@ -52,17 +52,17 @@ def test_names_are_a_closed_set_and_declared_once(names: list[str]) -> None:
     """Goal: labels cannot explode, and no part hides another's bound."""
     bounds = Bounds()
     for name in names:
-        bounds.declare(lambda name=name: {name: Fill(0, 1)})  # type: ignore[misc]
+        bounds.declare(lambda name=name: {name: Usage(0, 1)})  # type: ignore[misc]
     with pytest.raises(AssertionError, match=names[0]):
-        bounds.fills()
+        bounds.usages()
 
 
 def test_every_process_shows_its_memory_and_descriptors() -> None:
     footprint = Footprint()
     footprint.declare(lambda: {"slots": 1 << 30})
-    fills = footprint.fills()
-    assert 0 < fills["memory"].used < fills["memory"].size
-    assert 0 < fills["descriptors"].used < fills["descriptors"].size
+    usages = footprint.usages()
+    assert 0 < usages["memory"].used < usages["memory"].size
+    assert 0 < usages["descriptors"].used < usages["descriptors"].size
 
 
 class Nothing:
@@ -78,10 +78,10 @@ async def test_an_inbox_counts_what_it_refuses() -> None:
     assert [loop.offer_nowait(number) for number in range(3)] == [True, True, False]
     with pytest.raises(DeadlineExceeded):
         await loop.offer(3, deadline_s=0.01)
-    assert loop.fill() == Fill(2, 2, 2)
+    assert loop.usage() == Usage(2, 2, 2)
     running = asyncio.create_task(loop.run())
     await loop.wait_idle(deadline_s=5)
-    assert loop.fill() == Fill(0, 2, 2)
+    assert loop.usage() == Usage(0, 2, 2)
     running.cancel()
 
 
@@ -91,11 +91,11 @@ def test_departures_tell_what_they_have_forgotten() -> None:
     for number in range(DEPARTURES_MIN + 2_000):
         departures.note([SequenceHash(number.to_bytes(16, "big"))], "evicted", 1_000 + number)
     now_ms = 1_000 + DEPARTURES_MIN + 2_000
-    fill = departures.fill(now_ms)
-    assert fill == Fill(DEPARTURES_MIN, DEPARTURES_MIN, 2_000, (now_ms - 1_000 - 1_999) / 1_000)
-    assert former.fill(now_ms).used == former.horizon
-    assert former.fill(now_ms).dropped == 2_000 - former.horizon
-    assert former.fill(now_ms).reach_s == pytest.approx(former.horizon / 1_000, rel=0.1)
+    usage = departures.usage(now_ms)
+    assert usage == Usage(DEPARTURES_MIN, DEPARTURES_MIN, 2_000, (now_ms - 1_000 - 1_999) / 1_000)
+    assert former.usage(now_ms).used == former.horizon
+    assert former.usage(now_ms).dropped == 2_000 - former.horizon
+    assert former.usage(now_ms).reach_s == pytest.approx(former.horizon / 1_000, rel=0.1)
 
 
 @pytest.mark.parametrize("name", BOUNDS)

@@ -111,7 +111,7 @@ def test_explanations_that_are_large_take_no_more_than_is_declared() -> None:
     tracemalloc.stop()
     assert size - before < 1_000 * ENTRY_BYTES
     assert 100 < len(kept) < 1_000
-    assert kept.fill(0)[:3] == (len(kept), 1_000, 1_000 - len(kept))
+    assert kept.usage(0)[:3] == (len(kept), 1_000, 1_000 - len(kept))
     [newest] = kept.find(large(999).request)
     assert (newest.outcome, newest.segments) == ("outcome 999", large(999).segments)
     assert kept.find(large(0).request) == []

@@ -75,14 +75,14 @@ def test_every_bit_of_a_hash_comes_back(name: bytes) -> None:
 def test_they_follow_the_slots(slots: int, kept: int) -> None:
     first = FirstBlocks()
     first.size_for(slots)
-    assert (first.fill().size, first_blocks_for(slots)) == (kept, kept)
+    assert (first.usage().size, first_blocks_for(slots)) == (kept, kept)
 
 
 def test_what_is_forgotten_is_counted() -> None:
     first, rng = FirstBlocks(3), random.Random(0)
     for _ in range(5):
         first.note(drawn(rng), SequenceHash(drawn(rng)), b"n" * 32)
-    assert first.fill() == (3, 3, 2, None)
+    assert first.usage() == (3, 3, 2, None)
 
 
 def test_a_first_block_takes_what_is_declared() -> None:

@@ -202,7 +202,7 @@ class BoundedPins(RuleBasedStateMachine):
         yielded = ("hint_pins_yielded.newer", "hint_pins_yielded.share")
         for what in ("hint_blocks_refused", "hint_pins_expired", *yielded):
             assert self.counts[what] == self.expected[what], what
-        assert self.pins.fill().used == 4096 * len(pinned)
+        assert self.pins.usage().used == 4096 * len(pinned)
 
 
 TestBoundedPins = BoundedPins.TestCase
@@ -328,8 +328,8 @@ def test_a_refused_pin_is_counted_and_its_bound_is_seen() -> None:
     host = Host(slots=5)
     host.store(1, 2, 3)
     pin(host, 1, 2, 3)
-    fill = host.core.view.fills(host.now_ms)["hinted"]
-    assert (fill.used, fill.size, fill.dropped) == (2 * 4096, 2 * 4096, 1)
+    usage = host.core.view.usages(host.now_ms)["hinted"]
+    assert (usage.used, usage.size, usage.dropped) == (2 * 4096, 2 * 4096, 1)
 
 
 def test_a_session_that_ends_leaves_what_another_has_although_that_pins_nothing() -> None:
