@@ -146,7 +146,7 @@ class Consolidator(Service):
         match effect:
             case con.Publish(event):
                 self.publish(event)
-            case con.PublishConsolidated(event):
+            case con.PublishMerged(event):
                 self.readers[event.source].read(event)
             case con.Broadcast(frame):
                 stream = frame.stream.engine, frame.stream.rank

@@ -47,7 +47,7 @@ from kvbm_connectors.consolidator.core.messages import (
     GoOnLater,
     Input,
     Publish,
-    PublishConsolidated,
+    PublishMerged,
     ReplayDone,
     ReplayFailed,
     Reply,
@@ -301,7 +301,7 @@ class Harness:
                     assert not self._owes_go_on, "one GoOn is under way already"
                     self._owes_go_on = True
                     continue
-                case PublishConsolidated(published):
+                case PublishMerged(published):
                     self._refuse_orphans(published)
                     self.merged.read(published)
                     continue

@@ -4,7 +4,7 @@
   engines ──► EnginesCore ──► events per tier ───────────────────────────────► NATS
                    │ Learn               │
                    ▼                     ▼
-                 TokenNames       MergedStreams ──► consolidated events ──────► NATS
+                 TokenNames       MergedStreams ──► merged events ──────► NATS
                    │                     ▲    └──► RouterStreams ─► vLLM's wire, ZMQ
                    └── tokens ──────────)│(────────────►┘
   tiers, on NATS ────────────────────────┘
@@ -38,7 +38,7 @@ from kvbm_connectors.consolidator.core.messages import (
     Input,
     Learn,
     Publish,
-    PublishConsolidated,
+    PublishMerged,
     RevokeEpoch,
     RouterAsked,
     RouterJoined,
@@ -59,8 +59,8 @@ class ConsolidatorStatistics:
     """Figures of both halves."""
 
     engines: EnginesStatistics
-    consolidated_blocks: int
-    """Blocks published on the consolidated stream, over all engines and ranks."""
+    merged_blocks: int
+    """Blocks published on the merged stream, over all engines and ranks."""
     tier_blocks: int
     tiers_behind: int
     names: int
@@ -182,7 +182,7 @@ class ConsolidatorCore:
             for event in events:
                 self.router.take_event(event)
             self.router.publish_named()
-        published: list[Effect] = [PublishConsolidated(event) for event in events]
+        published: list[Effect] = [PublishMerged(event) for event in events]
         return published + [Broadcast(frame) for frame in self.router.take()]
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ class ConsolidatorCore:
         """Return the figures for metrics."""
         return ConsolidatorStatistics(
             engines=self.engines.statistics(),
-            consolidated_blocks=self.merged.block_count,
+            merged_blocks=self.merged.block_count,
             tier_blocks=self.merged.tiers.block_count,
             tiers_behind=self.merged.tiers.behind_count,
             names=len(self.names),

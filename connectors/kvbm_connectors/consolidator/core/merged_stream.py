@@ -278,7 +278,7 @@ class MergedStreams:
         self._settle(engine, view, gone, event.ts_ms, event.reason, inside=False)
 
     def _pass_on(self, engine: MergedEngine, event: Stored | Removed) -> None:
-        """Publish the engine's event as the consolidated one: only its number differs."""
+        """Publish the engine's event as the merged one: only its number differs."""
         assert event.source == engine.name, f"{event.source}'s event in {engine.name}'s stream"
         if engine.epoch:
             engine.seq += 1

@@ -290,8 +290,8 @@ class Learn:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishConsolidated:
-    """Put an event on the consolidated stream. A `ts_ms` of 0 is the shell's to fill."""
+class PublishMerged:
+    """Put an event on the merged stream. A `ts_ms` of 0 is the shell's to fill."""
 
     event: Event
 
@@ -336,7 +336,7 @@ EngineEffect = (
     | Learn
 )
 """Effects of `EnginesCore`, the engines' half of the core; `Learn` stays inside the core."""
-Effect = EngineEffect | PublishConsolidated | Broadcast | AnswerRouter | AskSnapshot | GoOnLater
+Effect = EngineEffect | PublishMerged | Broadcast | AnswerRouter | AskSnapshot | GoOnLater
 
 # ---- limits and figures ----------------------------------------------------------------------
 

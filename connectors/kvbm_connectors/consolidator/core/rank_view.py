@@ -136,7 +136,7 @@ class RankView:
 
 @dataclass(slots=True)
 class MergedEngine:
-    """One engine: its position in its own consolidated stream, and its views."""
+    """One engine: its position in its own merged stream, and its views."""
 
     name: str
     epoch: int = 0

@@ -1,4 +1,4 @@
-"""The router stream: consolidated events as batches of vLLM's wire, numbered, kept for replay.
+"""The router stream: merged events as batches of vLLM's wire, numbered, kept for replay.
 
 One stream per engine and rank: the topic is the engine's name, the port is the rank's, as with
 vLLM's own publishers. Blocks are named by the low 64 bits of our hash, which is the same for every
@@ -129,7 +129,7 @@ class RouterStreams:
                 self._first_seq = max(self._first_seq, stream.next_seq)
 
     def take_event(self, event: Event) -> None:
-        """Take one consolidated event."""
+        """Take one merged event."""
         match event:
             case Stored():
                 stream_id = StreamId(event.rank, event.source)

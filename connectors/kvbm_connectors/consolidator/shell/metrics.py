@@ -26,7 +26,7 @@ def figures_of(statistics: ConsolidatorStatistics) -> dict[str, int]:
         "batches": engines.batches,
         "published": engines.published,
         "replays": engines.replays,
-        "consolidated_blocks": statistics.consolidated_blocks,
+        "consolidated_blocks": statistics.merged_blocks,
         "tier_blocks": statistics.tier_blocks,
         "tiers_behind": statistics.tiers_behind,
         "names": statistics.names,

@@ -51,7 +51,7 @@ from kvbm_connectors.consolidator.core.messages import (
     Input,
     Learn,
     Publish,
-    PublishConsolidated,
+    PublishMerged,
     Reply,
     RequestReplay,
     RevokeEpoch,
@@ -125,7 +125,7 @@ class ConsolidatorShell:
         self._snapshots = SnapshotPages(self._snapshot_of)
         self._socket = socket
         self._publisher = context.bus.event_publisher(context.source, spec=context.events)
-        self._consolidated = EventPublisher(
+        self._merged = EventPublisher(
             context.bus,
             CONSOLIDATED,
             source=context.source,
@@ -168,11 +168,11 @@ class ConsolidatorShell:
         context = self._context
         context.set_stats(self._stats)
         context.counters.include(lambda: metrics_of(self._core.statistics()))
-        context.bounds.declare_queues(self.loop, self._publisher, self._consolidated)
+        context.bounds.declare_queues(self.loop, self._publisher, self._merged)
         running = [
             tasks.create_task(self.loop.run(), name="core"),
             tasks.create_task(self._publisher.run(), name="publisher"),
-            tasks.create_task(self._consolidated.run(), name="consolidated"),
+            tasks.create_task(self._merged.run(), name="consolidated"),
             tasks.create_task(self._socket.run(self._on_message), name="connectors"),
         ]
         if self.routers.on:
@@ -196,7 +196,7 @@ class ConsolidatorShell:
         try:
             await self.loop.wait_idle(deadline_s=FLUSH_DEADLINE_S)
             await self._publisher.flush(deadline_s=FLUSH_DEADLINE_S)
-            await self._consolidated.flush(deadline_s=FLUSH_DEADLINE_S)
+            await self._merged.flush(deadline_s=FLUSH_DEADLINE_S)
         except DeadlineExceeded as error:
             log.warning("stopping with work undone: %s", error)
         await self._registrar.leave_all()
@@ -262,8 +262,8 @@ class ConsolidatorShell:
                 return self._registrar.describe(effect)
             case RevokeEpoch():
                 return self._registrar.leave(effect)
-            case PublishConsolidated(event):
-                self._publish_consolidated(event)
+            case PublishMerged(event):
+                self._publish_merged(event)
             case Broadcast(frame):
                 if self.routers.on:
                     self.routers.broadcast(frame)
@@ -282,9 +282,9 @@ class ConsolidatorShell:
     def _publish(self, event: Event) -> None:
         self._publisher.publish_event(event)
 
-    def _publish_consolidated(self, event: Event) -> None:
+    def _publish_merged(self, event: Event) -> None:
         if self._enabled:
-            self._consolidated.publish_event(event)
+            self._merged.publish_event(event)
 
     # ---- verbs -------------------------------------------------------------------------------
 
