@@ -87,6 +87,11 @@ class Answers:
             lookup.unpin_fallback(self._table)
             self._note_others(lookup, lookup.plan)
         self._cut_to_fit(lookup)
+        self._emit(ToEngine(lookup.connection, self._leased(lookup)))
+        self.explain(lookup, now_ms)
+
+    def _leased(self, lookup: OpenLookup) -> Found:
+        """Lease the blocks of a run, and count them; returns the answer to the engine."""
         blocks, slots = lookup.blocks, lookup.slots_here()
         assert len(slots) == len(blocks) == lookup.run_blocks <= len(lookup.hashes), lookup.owner
         lease_id = 0
@@ -101,16 +106,15 @@ class Answers:
         plan = lookup.plan
         asked = len(lookup.hashes) if plan is None else plan.asked
         only_asks = lookup.asked is not None and lookup.asked.only_asks
-        if not only_asks:
-            self.count(asked, here, len(disk), len(objects), len(remote))
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
         columns = lookup.known.columns_of(self._table, slots, blocks)
         if not only_asks:
+            self.count(asked, here, len(disk), len(objects), len(remote))
             self._counts["matched_tokens"] += boundary or lookup.run_blocks * lookup.block_tokens
             self._counts["bytes.h2d"] += columns.bytes
         if lookup.asked is not None and plan is None:
             self._known.answered(lookup.asked.hashes, slots, blocks)
-        found = Found(
+        return Found(
             lookup=lookup.number,
             epoch=self._epoch,
             lease=lease_id,
@@ -125,8 +129,6 @@ class Answers:
             boundary=boundary,
             shared=shared,
         )
-        self._emit(ToEngine(lookup.connection, found))
-        self.explain(lookup, now_ms)
 
     def _cut_discarded(self, lookup: OpenLookup) -> None:
         """End a run before the first block that was discarded while the lookup waited."""
