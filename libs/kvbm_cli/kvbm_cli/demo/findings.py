@@ -70,19 +70,8 @@ def leftovers_of(stats: StatsReply, engines: Collection[str] | None) -> Leftover
     staged = stats.slots.get("staged", 0)
     if engines is None:
         return Leftovers(leases_but_pins(stats), staged, rests=1)
-    return Leftovers(_leases_of(stats, engines), staged, rests=int(not is_under_way(stats)))
-
-
-def _leases_of(stats: StatsReply, engines: Collection[str]) -> int:
-    """Count the leases of these engines; of a host tier that does not say whose, all."""
-    known = [
-        count
-        for engine in engines
-        if (count := stats.figures.get(f"engine_leases.{engine}")) is not None
-    ]
-    if not known and any(worker.engine in engines for worker in stats.workers):
-        return leases_but_pins(stats)
-    return int(sum(known))
+    leases = sum(stats.figures.get(f"engine_leases.{engine}", 0.0) for engine in engines)
+    return Leftovers(int(leases), staged, rests=int(not is_under_way(stats)))
 
 
 def leases_but_pins(stats: StatsReply) -> int:

@@ -61,7 +61,7 @@ class LiveService(msgspec.Struct, frozen=True):
     unexplained_blocks: Figure = 0.0
     journal_due_s: Figure = 0.0
     behind: Figure = 0.0
-    """Sources or tiers whose events are missing; older releases do not send it."""
+    """Sources or tiers whose events are missing."""
 
     @property
     def name(self) -> str:

@@ -99,7 +99,7 @@ def _rate_of(one: Instance, rates: Rates) -> Rate:
 def counted(view: FleetView, rates: Rates) -> list[flows.Counted]:
     """Return what the tiers of a view have reported, each with its rate."""
     return [
-        (tier, one.stats, _rate_of(one, rates))
+        (tier, _rate_of(one, rates))
         for one in view.instances
         if one.stats is not None and (tier := tier_of(one)) is not None
     ]
@@ -140,7 +140,7 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates, beside: Sequence[Instanc
         policy=stats.policy,
         draining=stats.figures.get("draining", 0.0) > 0,
         leases=stats.leases,
-        rates=flows.rates_of(tier, stats, _rate_of(one, rates)),
+        rates=flows.rates_of(tier, _rate_of(one, rates)),
         # Of a tier below it the host tier knows how often lookups hit there.
         hit_rate=stats.figures.get(figure, 0.0) if tier == "host" else hit_rate(beside, figure),
         figures=stats.figures,

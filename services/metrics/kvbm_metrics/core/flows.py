@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Literal
 
 from kvbm_common.wire.events import Tier
-from kvbm_common.wire.verbs import StatsReply
 
 from kvbm_metrics.core.models import FlowView, LookupsView, RatesView
 from kvbm_metrics.core.rates import Rate
@@ -23,19 +22,17 @@ OFFLOADED = ("offload_blocks_h2d", "offload_blocks_d2d", "offload_blocks_d2o")
 """Counters of blocks that a lower tier stored; each instance counts one of them."""
 OUTCOMES = ("host", "disk", "object", "remote", "miss")
 
-Counted = tuple[Tier, StatsReply, Rate]
-"""An instance of a tier: its kind, its statistics, and the rates of its counters."""
+Counted = tuple[Tier, Rate]
+"""An instance of a tier: its kind, and the rates of its counters."""
 
 
-def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
+def rates_of(tier: Tier, rate: Rate) -> RatesView:
     """Return the rates of blocks and bytes into one instance of a tier and out of it."""
     if tier == "host":
         blocks_in = rate.sum("offload_blocks_d2h", "promoted_blocks", "peer_pulled_blocks")
         blocks_out = rate.sum(*ONBOARDED)
-        bytes_in = rate.sum("bytes.d2h", "bytes.r2h")
-        # Older releases count neither; all their slots have one length.
-        bytes_in += _bytes(rate, "bytes.fill", rate.sum("promoted_blocks"), stats)
-        bytes_out = _bytes(rate, "bytes.h2d", blocks_out, stats)
+        bytes_in = rate.sum("bytes.d2h", "bytes.r2h", "bytes.fill")
+        bytes_out = rate.sum("bytes.h2d")
     else:
         blocks_in, blocks_out = rate.sum(*OFFLOADED), rate.sum("fill_blocks")
         bytes_in, bytes_out = rate.sum("bytes.payload"), rate.sum("bytes.read")
@@ -51,11 +48,6 @@ def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
     )
 
 
-def _bytes(rate: Rate, counter: str, blocks: float, stats: StatsReply) -> float:
-    known = rate.per_s.get(counter)
-    return blocks * stats.slot_bytes if known is None else known
-
-
 def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
     """Sum the flows of all instances, one entry for each way that a present tier has."""
     blocks: dict[tuple[Place, Tier], float] = {}
@@ -66,8 +58,8 @@ def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
         blocks[way] = blocks.get(way, 0.0) + block_count
         moved[way] = moved.get(way, 0.0) + byte_count
 
-    for tier, stats, rate in counted:
-        view = rates_of(tier, stats, rate)
+    for tier, rate in counted:
+        view = rates_of(tier, rate)
         if tier == "host":
             offloaded, pulled = rate.sum("offload_blocks_d2h"), rate.sum("peer_pulled_blocks")
             add("device", "host", offloaded, rate.sum("bytes.d2h"))
@@ -85,7 +77,7 @@ def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
 
 def lookups_of(counted: Iterable[Counted]) -> LookupsView:
     """Return the rates of lookups and found blocks, over all host tiers."""
-    rates = [rate for tier, _, rate in counted if tier == "host"]
+    rates = [rate for tier, rate in counted if tier == "host"]
     blocks = {
         outcome: sum(one.sum(f"lookup_blocks.{outcome}") for one in rates) for outcome in OUTCOMES
     }

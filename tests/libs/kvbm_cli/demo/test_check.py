@@ -25,7 +25,6 @@ from kvbm_connectors.sim.control import EngineConfig, Stats
 from kvbm_connectors.sim.driver import EngineHandle
 
 from tests.connectors.helpers import name
-from tests.libs.wire_examples import WORKER
 
 HELD = {"host-tier-0": {1, 2}, "disk-tier-0": {2}, "disk-tier-0-1": {4}, "sim-0": {3}}
 
@@ -289,15 +288,6 @@ async def test_a_lease_of_an_own_engine_is_found_beside_others(shared: View) -> 
     shared.leases = {"host-tier": 8}
     shared.figures |= {"engine_leases.sim-0": 1.0, "engine_leases.other": 7.0}
     assert await verdict_of(shared) == Verdict(leases_left=3), "each tier says the same"
-
-
-async def test_a_host_tier_that_does_not_say_whose_leases_are_is_asked_for_all(
-    shared: View,
-) -> None:
-    """A former release: only a look without any lease is then a proof."""
-    shared.leases = {"host-tier": 1}
-    shared.workers = [WORKER]
-    assert (await verdict_of(shared)).leases_left == 1
 
 
 async def test_slots_that_are_staged_for_others_are_not_counted(shared: View) -> None:

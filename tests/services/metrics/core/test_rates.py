@@ -89,10 +89,10 @@ DISK = {
 
 
 def counted() -> list[flows.Counted]:
-    """A host tier and a disk tier with slots of 100 bytes."""
+    """A host tier and a disk tier."""
     return [
-        ("host", tier_stats("host-tier", used=1, total=4), Rate(10.0, HOST)),
-        ("disk", tier_stats("disk-tier", used=1, total=4), Rate(10.0, DISK)),
+        ("host", Rate(10.0, HOST)),
+        ("disk", Rate(10.0, DISK)),
     ]
 
 
@@ -107,14 +107,6 @@ def test_what_goes_in_and_out_of_a_tier() -> None:
         "window_s": 10.0, "blocks_in": 6.0, "blocks_out": 3.0, "blocks_evicted": 0.0,
         "bytes_in": 540.0, "bytes_out": 300.0,
     }  # fmt: skip
-
-
-def test_a_host_tier_of_a_release_before_has_slots_of_one_length() -> None:
-    """It counts the bytes neither of what it hands out nor of what is promoted."""
-    known = {name: value for name, value in HOST.items() if name not in ("bytes.fill", "bytes.h2d")}
-    [(tier, stats, _), _] = counted()
-    found = flows.rates_of(tier, stats, Rate(10.0, known))
-    assert (found.bytes_in, found.bytes_out) == (880.0 + 110.0 + 3 * 100, 8 * 100)
 
 
 def test_flows_add_up_each_way_over_all_instances() -> None:
