@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
-import pytest
 from kvbm_common.nats.jetstream import publish_acknowledged
 from kvbm_common.nats.streams import AUDIT
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.admin import Audited, audit_codec, audit_subject
 from kvbm_metrics.shell.audit_log import AuditLog
 
-from tests.security.guarded_nats import GuardedNats, guarded_nats
+from tests.security.guarded_nats import GuardedNats
 from tests.waiting import wait_until
 
 OWN = audit_subject("host-tier", "a", "0")
-
-
-@pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[GuardedNats]:
-    """A server with credentials for two hosts."""
-    async with guarded_nats(tmp_path) as running:
-        yield running
 
 
 async def test_an_entry_in_the_name_of_another_service_is_not_shown(guarded: GuardedNats) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -40,19 +39,12 @@ from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import Joined, RegistryEvent, ServiceRecord
 from kvbm_common.wire.verbs import offers_subject, verb_subject
 
-from tests.security.guarded_nats import GuardedNats, guarded_nats
+from tests.security.guarded_nats import GuardedNats
 from tests.waiting import ask_until, wait_until
 
 OWN_KEY = f"$KV.{REGISTRY_BUCKET}.services.disk-tier.a.0"
 VICTIM = "kvbm.v1.events.b.host-tier-0.stored"
 HEARTBEATS_S = 5.0
-
-
-@pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[GuardedNats]:
-    """A server with credentials for two hosts; the attacker has those of a disk tier of `a`."""
-    async with guarded_nats(tmp_path) as running:
-        yield running
 
 
 @pytest.fixture

@@ -6,9 +6,6 @@ often as the server takes it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import msgspec
 import pytest
 from kvbm_common.access.roles import ADMIN
@@ -17,7 +14,7 @@ from kvbm_common.nats.jetstream import JetStreamError, call_api, publish_acknowl
 from kvbm_common.nats.streams import AUDIT, REGISTRY, REGISTRY_BUCKET, StreamSpec
 from kvbm_common.wire.admin import audit_subject
 
-from tests.security.guarded_nats import GuardedNats, guarded_nats
+from tests.security.guarded_nats import GuardedNats
 
 HUGE, LARGE = b"x" * (7 << 20), b"x" * (9 << 10)
 VICTIM = audit_subject("index", "b", "0")
@@ -25,13 +22,6 @@ OWN = audit_subject("host-tier", "a", "0")
 FULL, MESSAGES_MAX = 10_077, 3_000
 """The server's error code for a stream that is full; and what fills each that a test has."""
 KEY = f"$KV.{REGISTRY_BUCKET}.services"
-
-
-@pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[GuardedNats]:
-    """A server with credentials for two hosts."""
-    async with guarded_nats(tmp_path) as running:
-        yield running
 
 
 async def subjects_of(bus: Bus, spec: StreamSpec) -> dict[str, int]:
