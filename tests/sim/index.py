@@ -91,7 +91,9 @@ class Index(Service):
 
         def done(reply: object) -> None:
             if isinstance(reply, SnapshotReply):
-                self.step(index.SnapshotReceived(SnapshotLoader.whole(reply)))
+                loader = SnapshotLoader(reply)
+                assert loader.go_on(1 << 30), "a piece as large as the snapshot"
+                self.step(index.SnapshotReceived(loader))
             else:
                 self.step(index.SnapshotFailed(key))
 

@@ -32,7 +32,6 @@ class NatsProcess:
     ) -> None:
         self.server = server
         self._make_streams = make_streams
-        self.restarts = 0
         self._restart = restart
         self._task: asyncio.Task[None] | None = None
 
@@ -85,7 +84,6 @@ class NatsProcess:
                 _log.warning("nats-server cannot be started: %s", error)
                 self.server.kill()
                 continue
-            self.restarts += 1
             with contextlib.suppress(ServiceFailed):  # The loop logs its end.
                 await self._while_it_runs(self._make_at_last())
 

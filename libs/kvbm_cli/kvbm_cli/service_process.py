@@ -52,7 +52,6 @@ class ServiceProcess:
         self.kind = kind
         self.description = ""
         """The service's own words in the line that says that it is ready."""
-        self.restarts = 0
         self._environ = environ
         self._restart = restart
         self._log_path = log_path
@@ -69,12 +68,6 @@ class ServiceProcess:
         """The process id; 0 when it does not run."""
         alive = self._process is not None and self._process.returncode is None
         return self._process.pid if alive and self._process else 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Tell whether the service has said that it serves; for tests, `wait_ready` waits for
-        it."""
-        return self._ready.is_set()
 
     def start(self) -> None:
         """Start the service; `wait_ready` waits until it serves."""
@@ -132,7 +125,6 @@ class ServiceProcess:
                 async with asyncio.timeout(pause_s):
                     await self._unwanted.wait()
                     return code
-            self.restarts += 1
 
     async def _live(self) -> int:
         """Run the process once, from its start to its exit code."""

@@ -30,8 +30,6 @@ class ConfigError(KvbmError):
 
     def __init__(self, variable: str, value: object, accepted: str) -> None:
         super().__init__(f"{variable} is {str(value)!r}, but accepts {accepted}")
-        self.variable = variable
-        self.value = value
         self.accepted = accepted
         self.field = variable
 

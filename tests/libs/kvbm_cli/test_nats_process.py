@@ -49,7 +49,7 @@ async def test_a_nats_whose_streams_cannot_be_made_is_kept(
     await wait_until(lambda: len(pids) == 5, deadline_s=SLOW)
     assert len(set(pids[1:])) == 1, "each try has another server"
     assert nats.pid == pids[-1]
-    assert nats.restarts == 1
+    assert caplog.text.count("nats-server has ended") == 1
     assert caplog.text.count(f"its streams could not be made: {error}") == 3
     assert "cannot be started" not in caplog.text
     await nats.stop(deadline_s=1.0)
@@ -73,7 +73,6 @@ async def test_a_nats_that_ends_before_it_has_its_streams_is_restarted_at_once(
     await wait_until(lambda: lives == 2, deadline_s=SLOW)
     os.kill(nats.pid, signal.SIGKILL)
     await wait_until(lambda: lives == 3, deadline_s=SLOW)
-    assert nats.restarts == 2
     await nats.stop(deadline_s=1.0)
 
 

@@ -105,8 +105,10 @@ async def test_crashed_service_is_started_again() -> None:
     """Goal: with `restart`, a service that dies by itself comes back."""
     async with Stack.private(services=["sample"], restart=True) as stack:
         service = stack.services["sample"]
-        os.kill(service.pid, signal.SIGKILL)
-        await wait_until(lambda: service.restarts == 1 and service.is_ready)
+        dead = service.pid
+        os.kill(dead, signal.SIGKILL)
+        await wait_until(lambda: service.pid not in (0, dead))
+        await stack.wait_ready("sample")
     assert stack.pids == {}
 
 
@@ -126,7 +128,8 @@ async def test_a_service_is_tried_again_when_the_machine_had_no_process_to_give(
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", fail_once)
         os.kill(service.pid, signal.SIGKILL)
-        await wait_until(lambda: service.restarts == 2 and service.is_ready)
+        await wait_until(lambda: tries == 2 and service.pid != 0)
+        await stack.wait_ready("sample")
     assert "sample cannot be started: [Errno 11] planted" in caplog.text
 
 

@@ -61,8 +61,6 @@ class Duel:
         """Hits won less hits lost over the last window; fades."""
         self._patience = 2 * self._ghosts_max
         self._since = 0
-        self.trips = 0
-        """The number of times that LRU had to be followed."""
 
     def samples(self, word: int) -> bool:
         """Return whether a name is in the sample. `word` is its `mix`."""
@@ -127,7 +125,6 @@ class Duel:
             if self._balance < 0:
                 rest = max(rest, int(REST_SHARE * seen))
             self._beaten, self._until = True, self._seen + rest
-            self.trips += 1
         self.follows_lru = self._beaten or self._little
 
     def __len__(self) -> int:

@@ -50,8 +50,6 @@ class ArenaNoSpace(KvbmError):
             f"bytes free. Make {path.parent} larger (mount -o remount,size=…; in containers "
             f"--shm-size or --ipc=host), point KVBM_SHM_DIR elsewhere, or lower {setting}"
         )
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
         self.field = setting
 
 

@@ -30,19 +30,16 @@ class DumpIncomplete(KvbmError):
 
 
 async def ask_dump(
-    ask: Callable[[bytes], Awaitable[bytes]],
-    source: str | None = None,
-    *,
-    limit: int = DUMP_PAGE_MAX,
+    ask: Callable[[bytes], Awaitable[bytes]], *, limit: int = DUMP_PAGE_MAX
 ) -> list[HolderDump]:
-    """Ask for what the index holds (of one source); `ask` sends a payload and returns the answer.
+    """Ask for what the index holds; `ask` sends a payload and returns the answer.
 
     Each holder is as of one position. Raises KvbmError: what `ask` raises, WireError, DumpMoved,
     DumpIncomplete.
     """
     for tries_left in reversed(range(TRIES)):
         try:
-            return await _ask_once(ask, DumpRequest(source=source, limit=limit))
+            return await _ask_once(ask, DumpRequest(limit=limit))
         except DumpMoved:
             if not tries_left:
                 raise

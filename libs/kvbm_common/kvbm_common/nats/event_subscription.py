@@ -116,8 +116,6 @@ class EventSubscription:
         self._closed = False
         self.refusal = ""
         """Why no consumer could be made the last time; empty: there is one, or none was tried."""
-        self.recreated = 0
-        """Consumers made after the first one."""
 
     @property
     def live(self) -> bool:
@@ -313,7 +311,6 @@ class EventSubscription:
 
     async def _try_consumer(self) -> None:
         await self._drop_consumer()
-        self.recreated += self._stream is not None
         self._generation = self._link.generation
         stream = await ensure_stream(self._link, self._spec)
         self._place_start(stream)

@@ -78,7 +78,6 @@ class Transferred:
 
     bytes: int
     seconds: float
-    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True)

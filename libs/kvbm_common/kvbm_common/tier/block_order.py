@@ -81,16 +81,6 @@ class BlockOrder(Generic[T]):
         """Return whether none of these blocks is here."""
         return not self._count or self._batch_of.has_none_of(blocks)
 
-    def oldest(self, count: int) -> list[tuple[SequenceHash, T]]:
-        """Return up to `count` blocks, the oldest first, each with its value."""
-        assert count >= 0, f"the {count} oldest blocks"
-        found: list[tuple[SequenceHash, T]] = []
-        for batch in self._all():
-            if len(found) >= count:
-                break
-            found += [(name, batch.value) for name in self._names_of(batch)]
-        return found[:count]
-
     def add(self, block: SequenceHash, value: T) -> None:
         """Put a block after all others; it is not here."""
         batch = self._open

@@ -62,17 +62,10 @@ class Machine(Generic[State]):
     def refusal(self, state: State | None, event: str, story: str = "") -> str:
         """Return the message of an InvalidTransition."""
         known = sorted(known for at, known in self.transitions if at is state)
-        text = f"{self.name}: no {event!r} in {_label(state)}, only {', '.join(known)}"
+        text = f"{self.name}: no {event!r} in {label(state)}, only {', '.join(known)}"
         return f"{text}: {story}" if story else text
 
-    def drawing(self) -> str:
-        """Return the machine as a Mermaid `stateDiagram-v2`; arrows of one pair share a line."""
-        arrows: dict[tuple[str, str], list[str]] = {}
-        for (state, event), to in self.transitions.items():
-            arrows.setdefault((_label(state), _label(to)), []).append(event)
-        lines = [f"    {at} --> {to}: {', '.join(why)}" for (at, to), why in arrows.items()]
-        return "\n".join(["stateDiagram-v2", *lines])
 
-
-def _label(state: Enum | None) -> str:
+def label(state: Enum | None) -> str:
+    """Return the name of a state, as in a drawing; None is the dot."""
     return "[*]" if state is None else state.name

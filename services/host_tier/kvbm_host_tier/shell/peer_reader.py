@@ -73,15 +73,12 @@ class ReadFailed(KvbmError):
 class PeerReader:
     """The peer reader process, one at a time. Requests fail when their process ends."""
 
-    def __init__(
-        self, name: str, *, devices: str = "", on_died: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, name: str, *, devices: str = "") -> None:
         """Prepare the process; `devices` are those of the network that UCX uses in it."""
         self._name = name
         # Whatever reaches its port is not asked who it is.
         self._environ = environ_for("peer-reader", os.environ)
         self._environ |= {NET_DEVICES: devices} if devices else {}
-        self._on_died = on_died
         self._wanted = asyncio.Event()
         self._path = ""
         self._process: asyncio.subprocess.Process | None = None
@@ -126,7 +123,6 @@ class PeerReader:
                 was_open, self.opened = self.opened is not None, None
                 self._end_all()
             self._ends.append(time.monotonic())
-            self._on_died()
             failures = 1 if was_open else failures + 1
             pause_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
             log.warning("the peer reader has ended; restarting in %s s", pause_s)

@@ -32,14 +32,6 @@ class SnapshotLoader:
     def __repr__(self) -> str:
         return f"SnapshotLoader({self.snapshot!r})"
 
-    @classmethod
-    def whole(cls, snapshot: SnapshotReply) -> SnapshotLoader:
-        """Return the loader of a snapshot that is loaded at once."""
-        loader = cls(snapshot)
-        while not loader.go_on():
-            pass
-        return loader
-
     def go_on(self, blocks: int = PIECE_BLOCKS) -> bool:
         """Continue with about so many blocks; return whether the snapshot is loaded.
 

@@ -67,7 +67,6 @@ def test_a_password_that_is_not_escaped_is_refused_and_not_shown(
             load()
         for word in ("MY", "SECRET"):
             assert word not in str(caught.value)
-            assert word not in repr(caught.value.value)
 
 
 def test_a_role_finds_its_own_file(tmp_path: Path) -> None:
@@ -116,7 +115,6 @@ def test_a_server_elsewhere_is_refused_in_the_open(
     with pytest.raises(ConfigError, match=missing) as caught:
         nats_access(settings(tmp_path, **({"nats_url": "nats://nats.example"} | more)), "index")
     assert "u:p" not in str(caught.value)
-    assert "u:p" not in repr(caught.value.value)
 
 
 @pytest.mark.parametrize(

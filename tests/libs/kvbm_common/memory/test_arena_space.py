@@ -100,7 +100,6 @@ def test_space_that_runs_out_is_an_error_and_is_given_back(
     for part in (f"{2 * ROOM} bytes", str(shm_dir), f"{ROOM} bytes free", "KVBM_STAGING_GB",
                  "--shm-size"):  # fmt: skip
         assert part in str(caught.value)
-    assert (caught.value.needed_bytes, caught.value.free_bytes) == (2 * ROOM, ROOM)
     assert list(shm_dir.iterdir()) == []
     assert free_bytes(shm_dir) == ROOM
 

@@ -107,7 +107,8 @@ async def test_deleted_consumer_is_made_again(bus: Bus) -> None:
         await call_api(bus, f"CONSUMER.DELETE.{EVENTS.name}.{name}")
         put(publisher, 4, 6)
         assert await read(subscription, 6) == [4, 5, 6]
-        assert subscription.recreated == 1
+        names = await call_api(bus, f"CONSUMER.NAMES.{EVENTS.name}")
+        assert name.encode() not in names
 
 
 async def test_what_is_no_event_makes_the_consumer_be_made_again(bus: Bus) -> None:
@@ -121,7 +122,8 @@ async def test_what_is_no_event_makes_the_consumer_be_made_again(bus: Bus) -> No
         await bus.publish_raw(inbox, b"", headers={"Status": "409", "Description": "Shutdown"})
         put(publisher, 4, 6)
         assert await read(subscription, 6) == [4, 5, 6]
-        assert subscription.recreated == 1
+        listed = await call_api(bus, f"CONSUMER.LIST.{EVENTS.name}")
+        assert msgspec.json.decode(listed)["total"] == 2
 
 
 async def test_deleted_stream_is_made_again(bus: Bus) -> None:

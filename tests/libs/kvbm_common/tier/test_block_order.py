@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,7 @@ from tests.libs.helpers import largest_table, name
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["add", "add all", "pop", "pop oldest", "drop", "discard", "oldest"]),
+            st.sampled_from(["add", "add all", "pop", "pop oldest", "drop", "discard"]),
             st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True),
         ),
         max_size=60,
@@ -60,9 +59,6 @@ def test_an_order_does_as_an_ordered_dict(work: list[tuple[str, list[int]]]) -> 
                 assert order.discard(names) == len(here)
                 for one in here:
                     del model[one]
-            case "oldest":
-                count = numbers[0]
-                assert order.oldest(count) == [*itertools.islice(model.items(), count)]
         order.check()
         assert [*order] == [*model]
         assert [*order.items()] == [*model.items()]

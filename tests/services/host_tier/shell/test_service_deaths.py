@@ -96,7 +96,8 @@ async def test_kill_9_and_another_life(settings: Settings, bus: Bus, tmp_path: P
     stale = await engine.found(1, 2)
     dead = process.pid
     os.kill(dead, signal.SIGKILL)
-    await wait_until(lambda: process.pid not in (0, dead) and process.is_ready)
+    await wait_until(lambda: process.pid not in (0, dead))
+    await process.wait_ready(deadline_s=DEADLINE_S)
     assert (await engine.refused(engine.lookup([name(1)]))).code == "unknown_engine"
     await wait_until(lambda: engine.worker.epoch > before.epoch)
     after = await engine.greet()

@@ -94,6 +94,13 @@ def snapshot(seq: int, *numbers: int, epoch: int = 1, source: str = "s") -> Snap
     return SnapshotReply(host="h", source=source, tier="host", epoch=epoch, seq=seq, parts=parts)
 
 
+def loaded(snapshot: SnapshotReply) -> SnapshotLoader:
+    """The loader of a snapshot that is loaded at once."""
+    loader = SnapshotLoader(snapshot)
+    assert loader.go_on(1 << 30), "a piece as large as the snapshot"
+    return loader
+
+
 class Harness:
     """The core, checked after each step."""
 
@@ -113,7 +120,7 @@ class Harness:
 
     def snapshot(self, reply: SnapshotReply) -> list[Effect]:
         """A snapshot comes."""
-        return self.send(SnapshotReceived(SnapshotLoader.whole(reply)))
+        return self.send(SnapshotReceived(loaded(reply)))
 
     def tick(self, after_ms: int) -> list[Effect]:
         """Time passes."""
@@ -410,7 +417,7 @@ class Indexer(Follower):
         self.send(StreamLost())
 
     def land(self, answer: SnapshotReply) -> None:
-        self.send(SnapshotReceived(SnapshotLoader.whole(answer)))
+        self.send(SnapshotReceived(loaded(answer)))
 
     def leave(self) -> None:
         self.send(SourceLeft(self.key, 1))

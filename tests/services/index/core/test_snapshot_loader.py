@@ -7,7 +7,7 @@ from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 from kvbm_index.core.snapshot_loader import SnapshotLoader
 
-from tests.services.index.core.test_core import NAMESPACE, block, runs, snapshot
+from tests.services.index.core.test_core import NAMESPACE, block, loaded, runs, snapshot
 
 
 def parts(*ranks: int) -> SnapshotReply:
@@ -17,7 +17,7 @@ def parts(*ranks: int) -> SnapshotReply:
 
 
 def test_every_rank_has_its_blocks() -> None:
-    loader = SnapshotLoader.whole(parts(0, 1))
+    loader = loaded(parts(0, 1))
     assert not loader.malformed
     assert sorted(holder[3] for holder in loader.chains) == [0, 1]
     for chains in loader.chains.values():
@@ -34,16 +34,16 @@ def test_others_have_turns_between_the_pieces() -> None:
 
 
 def test_when_it_is_there_every_block_is_listed() -> None:
-    [chains] = SnapshotLoader.whole(parts(0)).chains.values()
+    [chains] = loaded(parts(0)).chains.values()
     assert chains.index_some(100) == 100
 
 
 def test_a_part_without_blocks_is_a_holder_without_blocks() -> None:
     reply = msgspec.structs.replace(snapshot(7), parts=[SnapshotPart(namespace=NAMESPACE, runs=[])])
-    loader = SnapshotLoader.whole(reply)
+    loader = loaded(reply)
     assert not any(loader.chains.values())
 
 
 def test_a_name_that_is_none_is_noticed() -> None:
     part = SnapshotPart(namespace=NAMESPACE, runs=[Run(parent=block(1).hex(), hashes=["x"])])
-    assert SnapshotLoader.whole(msgspec.structs.replace(snapshot(7), parts=[part])).malformed
+    assert loaded(msgspec.structs.replace(snapshot(7), parts=[part])).malformed

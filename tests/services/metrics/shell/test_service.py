@@ -165,10 +165,10 @@ def test_a_taken_port_is_a_typed_error() -> None:
         port = squatter.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
             open_socket(Settings(metrics_port=port))
-        assert caught.value.variable == "DYN_KVBM_METRICS_PORT"
+        assert caught.value.field == "DYN_KVBM_METRICS_PORT"
     with pytest.raises(ConfigError) as caught:
         open_socket(Settings(metrics_port=free_port(), metrics_bind="192.0.2.1"))
-    assert caught.value.variable == "KVBM_METRICS_BIND"
+    assert caught.value.field == "KVBM_METRICS_BIND"
 
 
 def test_loopback_is_the_default() -> None:
