@@ -9,7 +9,6 @@
 ```
 
 Inputs of different lanes take turns (`fair_queue`): one that floods its lane delays no other.
-Those that are handed in go before those that are offered, whose senders do not wait for an answer.
 Outsiders wait for room; completions never wait, because they are bounded by the effects in flight,
 which the core decides. Completions go first: they free what new inputs would wait for. An exception
 in the core or in an effect ends `run`: expected failures come back as inputs.
@@ -36,8 +35,6 @@ BURST_MS = 2
 TURNS = 2
 """Turns of the event loop that an async effect gets before the next step: in the first it asks, in
 the second the NATS client sends. So its request leaves before the next step runs."""
-AWAITED_MAX = 16
-"""Inputs in a row that go before offered ones; then one of these has its turn."""
 QUIET_TICK_MS = 1_000
 """The pause between ticks of a quiet core, at most a tenth more. Late by it are ends of leases and
 of silence, and what a tick itself tells."""
@@ -95,10 +92,6 @@ class CoreLoop(Generic[Input, Effect]):
         self._hurry = asyncio.Event()
         self._hurry.set()
         """Clear: the ticker waits for longer, until a step has left something to wait for."""
-        self._awaited: FairQueue[Input] = FairQueue()
-        """Inputs that were handed in: their answers are waited for."""
-        self._awaited_turns = 0
-        """Turns of these since the last one of an offered input."""
         self._offers: FairQueue[Input] = FairQueue()
         self._completions: deque[Input] = deque()
         self._wake = asyncio.Event()
@@ -112,19 +105,14 @@ class CoreLoop(Generic[Input, Effect]):
         self._turns = 0
         """Turns that the last burst beside `run` has left to others."""
 
-    def usage(self) -> Usage:
+    def fill(self) -> Usage:
         """Return how full the queue of inputs is."""
-        return Usage(self._inputs, self._inbox_size, self._refused)
+        return Usage(len(self._offers), self._inbox_size, self._refused)
 
     @property
     def depth(self) -> int:
         """Inputs that wait for their step."""
-        return self._inputs + len(self._completions)
-
-    @property
-    def _inputs(self) -> int:
-        """Inputs that wait and take a place of the inbox."""
-        return len(self._awaited) + len(self._offers)
+        return len(self._offers) + len(self._completions)
 
     @property
     def in_flight(self) -> int:
@@ -150,15 +138,12 @@ class CoreLoop(Generic[Input, Effect]):
         return False
 
     def hand_in(self, event: Input, *, lane: Hashable = None) -> bool:
-        """Hand in an input whose answer is waited for; `turn_nowait` must follow in the same turn.
-
-        False: there is no room. It goes before inputs that were offered.
-        """
-        if not self._has_room(self._awaited, lane):
+        """Hand in an input like `offer_nowait`; `turn_nowait` must follow in the same turn."""
+        if not self._has_room(lane):
             self._refused += 1
             return False
         self._idle.clear()
-        self._awaited.append(event, lane)
+        self._offers.append(event, lane)
         return True
 
     def turn_nowait(self) -> None:
@@ -175,14 +160,14 @@ class CoreLoop(Generic[Input, Effect]):
                 self._waiting = None
                 self._wake.set()
 
-    def _has_room(self, queue: FairQueue[Input], lane: Hashable) -> bool:
-        """Tell whether an input can wait; a lane has half of the inbox, the nameless one all."""
-        if self._inputs >= self._inbox_size:
+    def _has_room(self, lane: Hashable) -> bool:
+        """Tell whether an input can wait; a lane has half of the queue, the nameless one all."""
+        if len(self._offers) >= self._inbox_size:
             return False
-        return lane is None or 2 * queue.depth(lane) < self._inbox_size
+        return lane is None or 2 * self._offers.depth(lane) < self._inbox_size
 
     def _has_taken(self, event: Input, lane: Hashable = None) -> bool:
-        if not self._has_room(self._offers, lane):
+        if not self._has_room(lane):
             return False
         self._offers.append(event, lane)
         self._signal()
@@ -231,8 +216,8 @@ class CoreLoop(Generic[Input, Effect]):
         for _ in range(BURST_MAX):
             if self._completions:
                 event = self._completions.popleft()
-            elif self._inputs:
-                event = self._next()
+            elif self._offers:
+                event = self._offers.popleft()
                 self._room.set()
             else:
                 for effect in self._settle():
@@ -251,13 +236,6 @@ class CoreLoop(Generic[Input, Effect]):
         if not self._hurry.is_set() and not self._is_quiet():
             self._hurry.set()
         return TURNS if self._in_flight > in_flight_before else 1
-
-    def _next(self) -> Input:
-        """Return the next input: of those whose answers are waited for, unless others wait long."""
-        may_go_first = self._awaited_turns < AWAITED_MAX or not self._offers
-        is_awaited = bool(self._awaited) and may_go_first
-        self._awaited_turns = self._awaited_turns + 1 if is_awaited else 0
-        return (self._awaited if is_awaited else self._offers).popleft()
 
     def _start(self, effect: Effect, tasks: asyncio.TaskGroup) -> None:
         outcome = self._carry_out(effect)
