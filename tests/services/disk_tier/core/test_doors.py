@@ -14,7 +14,7 @@ QUESTIONS = {
     "snapshot",
     "snapshot_pages",
     "fates",
-    "fills",
+    "usages",
     "idle",
     "slot_count",
 }
