@@ -265,25 +265,28 @@ def test_a_bucket_is_not_reset_before_it_has_answered_for_each_removed_object() 
 
 def test_a_reset_of_an_empty_bucket_waits_for_the_deletes_of_what_was_evicted_before() -> None:
     """1. A block is evicted, its delete is unanswered. 2. A reset finds none, and waits: a listing
-    may bring it back. 3. Another is evicted, which this reset does not wait for, but the next."""
+    may bring it back. 3. Another is evicted: the first reset does not wait for it, a second does,
+    whether the first has ended well or was given up."""
     core = ObjectTierCore(host="h", instance="0", epoch=7)
     core.start()
     core.step(StoreOpened(Layout.unsized(4), Replay({}, 1, 0, 0)), 0)
     core.step(ListingBegun(), 0)
     core.step(ObjectsListed((ListedBlock(block(1), 0), ListedBlock(block(2), 0))), 0)
-    reset = AdminAsked(1, "reset", RemoveRequest(namespace=bytes(32).hex()))
+
+    def reset(job: str) -> str:
+        request = RemoveRequest(namespace=bytes(32).hex(), job=job)
+        reply = one(core.step(AdminAsked(1, "reset", request), 0), Answer).reply
+        return reply.code if isinstance(reply, ErrorBody) else "done"
+
     orders = []
-    for number in (1, 2):
+    for number, job in ((1, "first"), (2, "second")):
         evict = AdminAsked(1, "evict", RemoveRequest(hashes=hexes(number)))
         orders.append(one(core.step(evict, 0), AppendJournal).records[-1].order)
-        refusal = one(core.step(reset, 0), Answer).reply
-        assert isinstance(refusal, ErrorBody)
-        assert refusal.code == "undeleted"
+        assert reset(job) == "undeleted"
     core.step(DeletesAnswered(orders[0]), 0)
-    assert one(core.step(reset, 0), Answer).reply == RemoveReply(removed=0)
-    assert isinstance(one(core.step(reset, 0), Answer).reply, ErrorBody)
+    assert [reset("first"), reset("second"), reset("first")] == ["done", "undeleted", "done"]
     core.step(DeletesAnswered(orders[1]), 0)
-    assert one(core.step(reset, 0), Answer).reply == RemoveReply(removed=0)
+    assert reset("second") == "done"
     core.check()
 
 

@@ -100,6 +100,9 @@ class RemoveRequest(_Change, frozen=True, kw_only=True):
     """Select this block and all after it, as far as this tier has the chain without a hole."""
     namespace: HexDigest | None = None
     everything: bool = False
+    job: Annotated[str, Meta(max_length=64)] = ""
+    """What all questions of one reset have in common: it waits for the deletes that a bucket has
+    not answered at the first of them, and for its own."""
 
 
 class RemoveReply(_Message, frozen=True, kw_only=True):

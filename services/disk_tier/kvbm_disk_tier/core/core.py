@@ -314,9 +314,9 @@ class DiskTierCore:
             return
         answer = self.admin.answer(asked.verb, asked.request, now_ms)
         if asked.verb == "reset" and isinstance(answer, RemoveReply):
-            is_whole = isinstance(asked.request, RemoveRequest) and asked.request.hashes is None
+            assert isinstance(asked.request, RemoveRequest), f"{asked.request} resets nothing"
             order = self.inventory.journal.removal_order
-            answer = self.store.after_reset(answer, order, is_whole=is_whole)
+            answer = self.store.after_reset(asked.request.job, answer, order)
         self._emit(Answer(asked.reply_to, answer))
 
     def _removal_problem(self) -> str:

@@ -7,6 +7,7 @@ once nothing is in flight. A store that cannot be made is tried again, and repor
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 from enum import Enum
 
@@ -24,6 +25,8 @@ STORE_FAULT = "store"
 """The error of a store that cannot be used, or keeps what it was to delete."""
 UNDELETED = "undeleted"
 """The error of a reset while objects wait to be deleted: it may be well soon."""
+RESETS_MAX = 64
+"""Jobs whose orders are kept; one that is forgotten begins to wait anew."""
 STORE_RETRY_MS = 5_000
 """The pause before a store that could not be opened is tried again: full disks stay full."""
 
@@ -79,11 +82,10 @@ class StoreStatus:
         """The reason why it deletes nothing, for /readyz; empty: it deletes, or was not asked."""
         self.undeleted = ""
         """The objects that wait to be deleted, and why; empty: none was left."""
-        self.answered_order = self.reset_order = 0
-        """The orders of the last removal whose deletes a bucket has answered, and of the one up to
-        which a reset waits for answers."""
-        self._reset_waits = False
-        """A reset has its order; the next one takes another."""
+        self.answered_order = 0
+        """The order of the last removal whose deletes a bucket has answered."""
+        self._reset_orders: OrderedDict[str, int] = OrderedDict()
+        """Job of a reset → the order up to which it waits for answers; the newest jobs last."""
         self.layout: Layout | None = None
         """The layout of the store's slots; None: there is no store."""
         self.misfits = not kind.sized
@@ -126,26 +128,23 @@ class StoreStatus:
         else:
             self.keeps, self.undeleted = event.reason, event.waiting
 
-    def after_reset(
-        self, answer: RemoveReply, order: int, *, is_whole: bool
-    ) -> RemoveReply | ErrorBody:
+    def after_reset(self, job: str, answer: RemoveReply, order: int) -> RemoveReply | ErrorBody:
         """Return the answer to a reset: once nothing is left, what the bucket may have still.
 
-        One without a list of hashes (`is_whole`) waits for the deletes of evicted blocks as well:
-        those before its first question, none that come later. `order`: that of the last removal.
+        Its job waits for all deletes before its first question, also of evicted blocks, and for its
+        own: none that come later. Without a job it is only its own. `order`: of the last removal.
         """
-        assert order >= self.reset_order, f"{order} after a reset of {self.reset_order}"
-        may_wait = not self.kind.sized  # A disk's orders begin again with its file.
-        if may_wait and (answer.removed or (is_whole and not self._reset_waits)):
-            self.reset_order, self._reset_waits = order, True
+        is_new = bool(job) and job not in self._reset_orders
+        if not self.kind.sized and (answer.removed or is_new):  # A disk answers for no deletes.
+            self._reset_orders[job] = order
+            while len(self._reset_orders) > RESETS_MAX:
+                self._reset_orders.popitem(last=False)
         if answer.removed or answer.more:
             return answer
-        behind = self.reset_order - self.answered_order
+        behind = self._reset_orders.get(job, 0) - self.answered_order
         text = f"the bucket has not answered all deletes yet: it is {behind} records behind"
-        if problem := self.undeleted or (text if behind > 0 else ""):
-            return may_come_back(UNDELETED, problem)
-        self._reset_waits = False
-        return answer
+        problem = self.undeleted or (text if behind > 0 else "")
+        return may_come_back(UNDELETED, problem) if problem else answer
 
     @property
     def slot_bytes(self) -> int:

@@ -162,7 +162,7 @@ def removing(
             if record.key in job.errors:
                 continue
             for part in parts:
-                request = msgspec.structs.replace(whole, hashes=part)
+                request = msgspec.structs.replace(whole, hashes=part, job=job.id)
                 try:
                     async for reply in _steps(fleet, record, verb, request):
                         tally["removed"] += reply.removed
