@@ -145,7 +145,7 @@ async def publish(
     packs: bool = True,
 ) -> None:
     """Announce chains, so many blocks an event. What comes in one turn is packed, or it is JSON."""
-    bus.packs_events = packs
+    bus.packs_events = lambda: packs
     publisher = bus.event_publisher(source)
     running = asyncio.create_task(publisher.run())
     first = Cleared(host=HOST, source=source, tier="host", epoch=epoch, seq=1, ts_ms=0)

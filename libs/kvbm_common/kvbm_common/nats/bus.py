@@ -83,8 +83,8 @@ class Bus:
         self._patterns: dict[Subscription, str] = {}
         self._inbox = ""
         self._answers = Answers()
-        self.packs_events = True
-        """False: every event has a message of its own, in JSON."""
+        self.packs_events: Callable[[], bool] = lambda: True
+        """Tells whether every reader that is present reads packed events."""
         self.trouble = ""
         """The last complaint of the server or the library; empty: none."""
         self._log = OncePerKind(_logger)

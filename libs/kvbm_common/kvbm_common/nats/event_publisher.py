@@ -139,7 +139,7 @@ class EventPublisher:
         """Publish an event, with others of its source in one message if more come before the turn
         of `run`. Never waits. An event without a time stamp gets that of its message.
         """
-        if not (self._link.packs_events and can_pack(event)):
+        if not (self._link.packs_events() and can_pack(event)):
             self._put_gathered()
             event = stamped(event, _now_ms())
             subject, payload = json_subject(self._prefix, event), event_codec.encode(event)

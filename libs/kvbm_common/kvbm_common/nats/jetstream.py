@@ -63,8 +63,8 @@ class Link(Protocol):
         """The limits that an operator has set for the streams."""
 
     @property
-    def packs_events(self) -> bool:
-        """Tell whether events that come together are published as one message."""
+    def packs_events(self) -> Callable[[], bool]:
+        """Tell whether every reader that is present reads packed events."""
 
     @property
     def generation(self) -> int:

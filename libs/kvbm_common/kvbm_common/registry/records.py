@@ -31,17 +31,17 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that peers of the service need: endpoints, sizes, names."""
 
     reads_packed: bool = False
-    """True if the service reads packed events."""
+    """True if the service reads packed events. Releases before them say nothing."""
 
     held_by: str = ""
     """The key of another entry of the same process, whose heartbeats speak for this one; empty: it
-    has its own."""
+    has its own. `ttl_s` is for releases that do not know this."""
 
     held_epoch: Natural = 0
     """The epoch of the entry `held_by`: its next life speaks for nothing of this one."""
 
     machine: str = ""
-    """A digest that tells running kernels apart."""
+    """A digest that tells running kernels apart. Releases before them say nothing."""
 
     machine_name: str = ""
     """The name that the machine, or container, has for itself: for people."""

@@ -24,6 +24,7 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import BusUnavailable, ConfigError, KvbmError, RegistryUnavailable
 from kvbm_common.extras import needed_for
 from kvbm_common.nats.bus import Bus
+from kvbm_common.registry.event_form import EventForm
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import PARTITIONS_INFO, Info
 from kvbm_common.registry.services import Registry, ServiceRegistration
@@ -177,10 +178,13 @@ async def _live_on_bus(
         counters.include(lambda: metrics_of_counts(registry.counts))
         context.bounds.declare(context.footprint.usages)
         standing.context = context
-        bus.packs_events = settings.events_form == "packed"
+        form = EventForm(packed=settings.events_form == "packed")
+        bus.packs_events = form.packs
+        forget = registry.watch(form.take)
         try:
             return await _run_main(main, context)
         finally:
+            forget()
             await _leave(registration)
     finally:
         await registry.close()

@@ -200,10 +200,10 @@ async def test_where_a_reader_knows_json_only_each_event_has_its_message(bus: Bu
     """Goal: a rolling upgrade. Method: what the registry says changes between two events."""
     async with publishing(bus) as publisher:
         publisher.publish_event(stored(1))
-        bus.packs_events = False
+        bus.packs_events = lambda: False
         for seq in (2, 3):
             publisher.publish_event(stored(seq))
-        bus.packs_events = True
+        bus.packs_events = lambda: True
         publisher.publish_event(stored(4))
         await publisher.flush(deadline_s=DEADLINE_S)
     assert await read_events(bus, 4) == [

@@ -7,12 +7,15 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import EventSubscription
+from kvbm_common.nats.jetstream import publish_acknowledged
+from kvbm_common.nats.streams import REGISTRY, REGISTRY_BUCKET
 from kvbm_common.registry.etcd import EtcdRegistry
 from kvbm_common.registry.records import Left, RegistryEvent
 from kvbm_common.service.context import ServiceContext
@@ -58,17 +61,25 @@ async def test_service_knows_who_it_is(nats_server: NatsServer) -> None:
 
 
 @pytest.mark.parametrize("form", ["packed", "json"])
-async def test_the_form_of_events_is_that_of_the_settings(
+async def test_events_are_json_while_a_service_is_there_that_reads_nothing_else(
     nats_server: NatsServer, form: str
 ) -> None:
-    """Goal: a service publishes as `KVBM_EVENTS_FORM` says."""
+    """Goal: services of two releases side by side. 1. An index of the one before joins, whose
+    record has no word of packed events. 2. It dies."""
     stopping, sample = asyncio.Event(), Sample()
     own = settings(nats_server, events_form=form)
     life = asyncio.create_task(serve("sample", sample.main, own, stopping))
     async with asyncio.timeout(DEADLINE_S):
         await sample.started.wait()
     assert sample.context is not None
-    assert sample.context.bus.packs_events is (form == "packed")
+    bus = sample.context.bus
+    assert bus.packs_events() is (form == "packed")
+    record = {"kind": "index", "host": "h", "instance": "9", "epoch": 7, "pid": 1,
+              "started_ms": 0, "ttl_s": 1.0}  # fmt: skip
+    subject = f"$KV.{REGISTRY_BUCKET}.services.index.h.9"
+    await publish_acknowledged(bus, REGISTRY, subject, msgspec.json.encode(record))
+    await wait_until(lambda: not bus.packs_events())
+    await wait_until(lambda: bus.packs_events() is (form == "packed"))
     stopping.set()
     assert await life == 0
 
@@ -128,16 +139,13 @@ async def test_service_stops_when_the_registry_is_read_no_more(
 ) -> None:
     """Goal: a reader that has ended is seen: else everyone would expire. Who restarts it decides.
     Method: the first batch of the registry's watch raises."""
-
-    async def main(context: ServiceContext) -> None:
-        context.registry.watch(lambda _: None)
-        await context.stopping.wait()
+    sample = Sample()
 
     async def fail(_: EventSubscription) -> list[EventMessage]:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(EventSubscription, "__anext__", fail)
-    life = serve("sample", main, settings(nats_server), asyncio.Event())
+    life = serve("sample", sample.main, settings(nats_server), asyncio.Event())
     async with asyncio.timeout(DEADLINE_S):
         assert await life == 1
 
