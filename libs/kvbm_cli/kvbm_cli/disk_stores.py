@@ -141,8 +141,8 @@ def noted_number(directory: Path, settings: Settings, *, only_missing: bool) -> 
 def is_store_of(store: Path, settings: Settings) -> bool:
     """Tell whether a path is a store of this host's disk tiers, whatever their number.
 
-    A name alone may be of two hosts: `kvbm-a-2-1` of `a-2` or of `a`. The header decides; one that
-    cannot be read does not.
+    A name alone may be of two hosts: `kvbm-a-2-1` of `a-2` or of `a`. The header decides, unless
+    an earlier release has written it.
     """
     if not os.path.lexists(store / JOURNAL):
         return False

@@ -41,10 +41,10 @@ class Layout:
         assert self.slot_bytes % self.unit_bytes == 0, self
 
     @classmethod
-    def of(cls, slot_bytes: int, slot_count: int) -> Layout:
+    def of(cls, slot_bytes: int, slot_count: int, *, extra_bytes: int = 0) -> Layout:
         """Return the layout of a medium for so many slots of its first size."""
         slab_slots = slab_slots_of(slot_bytes, slot_count * slot_bytes)
-        return cls(slot_bytes, slot_count, slab_slots)
+        return cls(slot_bytes, slot_count, slab_slots, extra_bytes)
 
     @classmethod
     def unsized(cls, slot_count: int) -> Layout:

@@ -19,7 +19,8 @@ A record is 128 bytes, little-endian:
     112     8     zero
     120     8     xxh3-64 of bytes 0..119
 
-The size class of a block follows from its bytes.
+The size class of a block follows from its bytes. A record with the magic "KVJ2" is of a release
+whose stores had slots of one size: it has the number of the slot at 16 and nothing behind 98.
 
 Replay takes the newest record of each place. The newest record in a slab says which class the slab
 has: what older ones say of blocks of another class there is over. A torn or flipped record fails
@@ -44,14 +45,15 @@ from numpy.typing import NDArray
 
 RECORD_BYTES = 128
 _MAGIC = b"KVJ3"
+_MAGIC_OF_SLOTS = b"KVJ2"
 _BODY = struct.Struct("<4sB3xQ4xI16s16s32sQH6xQ8x")
 _CHECK = struct.Struct("<Q")
 assert _BODY.size + _CHECK.size == RECORD_BYTES
 _RECORD = np.dtype(
     {
-        "names": ["magic", "operation", "order", *COLUMNS, "check"],
-        "formats": ["S4", "u1", "<u8", *COLUMNS.values(), "<u8"],
-        "offsets": [0, 4, 8, 104, 20, 24, 40, 56, 88, 96, 120],
+        "names": ["magic", "operation", "order", "number", *COLUMNS, "check"],
+        "formats": ["S4", "u1", "<u8", "<u4", *COLUMNS.values(), "<u8"],
+        "offsets": [0, 4, 8, 16, 104, 20, 24, 40, 56, 88, 96, 120],
         "itemsize": RECORD_BYTES,
     }
 )  # fmt: skip
@@ -131,10 +133,11 @@ def replay(data: bytes, layout: Layout) -> Replay:
     """
     count = len(data) // RECORD_BYTES
     records = np.frombuffer(data, _RECORD, count)
-    places = records["slot"].astype(np.int64)
+    places = _places(records, layout)
     sizes = records["bytes"].astype(np.int64)
     units = -(-sizes // UNIT_BYTES) + layout.extra_bytes // UNIT_BYTES
     fits = _in_a_slot(places, units, layout) & (sizes > 0)
+    fits &= (records["magic"] == _MAGIC) | (units * UNIT_BYTES == layout.slot_bytes)
     fits &= are_divisible(sizes, records["parts"])
     kept = np.flatnonzero(_sound(data, records) & fits)
     damaged = count - len(kept) + (1 if len(data) % RECORD_BYTES else 0)
@@ -145,6 +148,13 @@ def replay(data: bytes, layout: Layout) -> Replay:
     live = BlockColumns(records, chosen, places[chosen]).without_older()
     assert len(live) <= len(kept), f"{len(live)} blocks of {len(kept)} records"
     return Replay(live, next_order, count, damaged)
+
+
+def _places(records: NDArray[np.void], layout: Layout) -> NDArray[np.int64]:
+    """Return where the block of each record begins, whatever release has written it."""
+    numbers = records["number"].astype(np.int64) * (layout.slot_bytes // UNIT_BYTES)
+    places: NDArray[np.int64] = records["slot"].astype(np.int64)
+    return np.where(records["magic"] == _MAGIC_OF_SLOTS, numbers, places)
 
 
 def _in_a_slot(
@@ -165,7 +175,7 @@ def _sound(data: bytes, records: NDArray[np.void]) -> NDArray[np.bool_]:
     """Tell which records have the right checksum, magic and operation."""
     check = record_checksums(data, RECORD_BYTES, _BODY.size)
     known = np.isin(records["operation"], [int(operation) for operation in Operation])
-    known &= records["magic"] == _MAGIC
+    known &= (records["magic"] == _MAGIC) | (records["magic"] == _MAGIC_OF_SLOTS)
     sound: NDArray[np.bool_] = (records["check"] == check) & known
     return sound
 

@@ -26,6 +26,8 @@ JOURNAL = "journal"
 SPARE = "spare"
 ORDER_RENEWED_FROM = 2**63
 """A life that begins below has as many records before the order, of 64 bits, has none left."""
+FORMER_SPARE = "journal.new"
+"""A file that a rewrite of an older release has left, if the disk was full."""
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class JournalFile:
     def remove(self) -> None:
         """Remove a closed journal and everything beside it; raises OSError."""
         assert not self.is_open, "the journal is open"
-        for name in (JOURNAL, SPARE):
+        for name in (JOURNAL, SPARE, FORMER_SPARE):
             (self.directory / name).unlink(missing_ok=True)
 
     def _open(self, name: str) -> int:
@@ -93,6 +95,7 @@ class JournalFile:
         again.
         """
         try:
+            (self.directory / FORMER_SPARE).unlink(missing_ok=True)
             self._take_space(self._fd, self._end)
             if self._spare_fd < 0:
                 self._spare_fd = self._open(SPARE)

@@ -6,11 +6,14 @@ neighbour has prepared at a path that can be guessed is refused.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 from pathlib import Path
 
+FORMER_LOCK = "lock"
+"""The file that earlier releases locked: one may still be running."""
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 OTHERS_WRITE = 0o022
 
@@ -36,18 +39,22 @@ def open_own_directory(path: Path) -> int:
     )
 
 
-def lock_directory(path: Path) -> int:
-    """Lock a directory of ours; returns the open file that holds the lock.
+def lock_directory(path: Path) -> tuple[int, ...]:
+    """Lock a directory of ours; returns the open files that hold the lock.
 
     Raises BlockingIOError where another process has it, and other OSErrors.
     """
-    fd = open_own_directory(path)
+    held = [open_own_directory(path)]
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):
+            held.append(open_own(path / FORMER_LOCK, os.O_RDWR))
+            fcntl.flock(held[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(fd)
+        for fd in held:
+            os.close(fd)
         raise
-    return fd
+    return tuple(held)
 
 
 def open_own(path: Path, flags: int) -> int:

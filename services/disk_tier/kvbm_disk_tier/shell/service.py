@@ -104,7 +104,7 @@ def keys_of(settings: Settings) -> Keys | None:
 
 def _mover(context: ServiceContext, keys: Keys | None, store: Store) -> DiskMover:
     wanted = context.settings.disk_nixl_backend
-    if not store.is_locked and wanted != AUTO:
+    if not store.locks and wanted != AUTO:
         log.warning("NIXL %s cannot be tried there, POSIX is used instead", wanted.upper())
         wanted = AUTO
     options = store.options

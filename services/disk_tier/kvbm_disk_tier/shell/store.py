@@ -33,6 +33,7 @@ from kvbm_disk_tier.shell.journal_file import JournalFile, close
 from kvbm_disk_tier.shell.own_files import lock_directory, open_own, read_own
 from kvbm_disk_tier.shell.store_header import (
     FORMAT,
+    FORMAT_OF_ONE_SIZE,
     HEADER,
     Header,
     write_header,
@@ -55,28 +56,23 @@ class Store:
         self.options = options
         self.header: Header | None = None
         self.fd = -1
-        self._lock = -1
-        """The open file that holds the lock; -1: it is not ours."""
+        self.locks: tuple[int, ...] = ()
+        """Open files that hold the lock; empty: it is not ours."""
         self._journal = JournalFile(options.directory, zerofill_fallback=options.zerofill_fallback)
         self.outdated = False
         """A store of another format was found here: `create` puts an empty one in its place."""
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
-    @property
-    def is_locked(self) -> bool:
-        """Tell whether this store has the lock of its directory."""
-        return self._lock >= 0
-
     def acquire(self) -> None:
         """Take the lock; raises StoreBusy when another process has it, or StoreError."""
-        if self.is_locked:
+        if self.locks:
             return
         directory = self.options.directory
         unusable = f"DYN_KVBM_DISK_CACHE_DIR {directory.parent} cannot be used"
         if missing := missing_mount(directory, self.options.state_dir):
             raise StoreError(f"{missing.found}: {missing.advice}")
         try:
-            self._lock = lock_directory(directory)
+            self.locks = lock_directory(directory)
         except BlockingIOError as error:
             raise StoreBusy(
                 f"{directory} is used by another disk tier: give this one another "
@@ -93,9 +89,9 @@ class Store:
         """Synchronise and let go."""
         self._close_files()
         self._beside.shutdown()
-        if self.is_locked:
-            close(self._lock, self.options.directory)
-        self._lock = -1
+        for fd in self.locks:
+            close(fd, self.options.directory)
+        self.locks = ()
 
     def _close_files(self) -> None:
         if self.fd >= 0:
@@ -115,7 +111,7 @@ class Store:
         self._close_files()
         try:
             header = msgspec.json.decode(read_own(self._path(HEADER)), type=Header)
-            self.outdated = header.format != FORMAT
+            self.outdated = header.format not in (FORMAT, FORMAT_OF_ONE_SIZE)
             refusal = self._refusal(header)
             if refusal:
                 log.warning("the store in %s is not used: %s", self.options.directory, refusal)
@@ -130,8 +126,8 @@ class Store:
             log.warning("the store in %s is not used: %s", self.options.directory, error)
             return None
         found = replay(data, header.layout)
-        if header.host != self.options.host:
-            header = self._name_host(header)
+        if header.format != FORMAT or header.host != self.options.host:
+            header = self._renew(header)
         wanted = self.options.slots_of(header.slot_bytes)
         if wanted > header.slot_count:
             header = self._grow(header, wanted)
@@ -142,9 +138,11 @@ class Store:
             found = self._shrink(header, wanted, found)
         return self._journal.renumbered(found)
 
-    def _name_host(self, header: Header) -> Header:
-        """Write this host's name into the header: its blocks stay in place."""
+    def _renew(self, header: Header) -> Header:
+        """Make a store of one size one of several, and name its host: its blocks stay in place."""
         new = msgspec.structs.replace(header, host=self.options.host)
+        if header.format != FORMAT:
+            new = Header.of(header.slot_bytes, header.slot_count, header.cipher, new.host)
         try:
             write_header(self.options.directory, new)
         except OSError as error:  # The next life tries again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,10 @@ from kvbm_disk_tier.shell.own_files import open_own
 HEADER = "header"
 
 FORMAT = 3
-"""A store of another format is replaced."""
+"""3 since slots have several sizes, 2 since a record says how many parts a block has. A store of
+another format is replaced."""
+FORMAT_OF_ONE_SIZE = 2
+"""Its slots are where those of the first size are now, and its records are read: it is kept."""
 CIPHER = "aes-256-gcm"
 EXTRA_BYTES = 4096
 """The cipher of sealed stores, and how many bytes longer their slots are; see `cipher.py`."""
@@ -23,7 +27,7 @@ SHORTER_SLABS_MAX = 16
 """Slabs that are so many times shorter than a new store's are replaced: no large block fits."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class Header(msgspec.Struct, frozen=True):
     """The content of the file `header`."""
 
     format: int
@@ -31,10 +35,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     slot_count: Annotated[int, msgspec.Meta(ge=1)]
     cipher: str = ""
     """The cipher that seals blocks; empty: they are not sealed."""
-    slab_slots: Annotated[int, msgspec.Meta(ge=1)]
-    """Slots of the first size in a slab."""
+    slab_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Slots of the first size in a slab; 0 in a store of one size."""
     host: str = ""
-    """The host whose disk tier has the store."""
+    """The host whose disk tier has the store; empty in one of an earlier release."""
 
     @property
     def damage(self) -> str:
@@ -51,26 +55,25 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layout(self) -> Layout:
         """Return the places of slots in the file."""
-        extra = extra_of(self.cipher)
-        return Layout(self.slot_bytes + extra, self.slot_count, self.slab_slots, extra)
+        extra, count = extra_of(self.cipher), self.slot_count
+        layout = Layout.of(self.slot_bytes + extra, count, extra_bytes=extra)
+        return replace(layout, slab_slots=self.slab_slots or layout.slab_slots)
 
     def resized(self, slot_count: int) -> Header:
         """Return the header of the store with another number of slots: its slabs stay."""
-        return msgspec.structs.replace(self, slot_count=slot_count)
+        slab_slots = self.layout.slab_slots
+        return msgspec.structs.replace(self, slot_count=slot_count, slab_slots=slab_slots)
 
     def may_grow(self, slot_count: int) -> bool:
         """Tell whether so many slots may keep these slabs: a new store's are not much longer."""
         new = Header.of(self.slot_bytes, slot_count, self.cipher)
-        return new.slab_slots <= SHORTER_SLABS_MAX * self.slab_slots
+        return new.slab_slots <= SHORTER_SLABS_MAX * self.layout.slab_slots
 
     @classmethod
     def of(cls, slot_bytes: int, slot_count: int, cipher: str, host: str = "") -> Header:
         """Return the header of a new store."""
-        slab_slots = Layout.of(slot_bytes + extra_of(cipher), slot_count).slab_slots
-        return cls(
-            format=FORMAT, slot_bytes=slot_bytes, slot_count=slot_count, cipher=cipher,
-            slab_slots=slab_slots, host=host,
-        )  # fmt: skip
+        header = cls(FORMAT, slot_bytes, slot_count, cipher, host=host)
+        return msgspec.structs.replace(header, slab_slots=header.layout.slab_slots)
 
 
 def extra_of(cipher: str) -> int:

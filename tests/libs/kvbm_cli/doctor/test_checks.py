@@ -212,9 +212,9 @@ def test_a_store_of_a_former_name_is_named_with_its_size(tmp_path: Path) -> None
         if directory != "kvbm-notes":
             (tmp_path / directory / "journal").write_bytes(b"1" * 8192)
     (tmp_path / "kvbm-file").write_bytes(b"")
-    locked = [lock_directory(tmp_path / "kvbm-used-0")]
+    locked = lock_directory(tmp_path / "kvbm-used-0")
     left = left_stores(tmp_path, settings(host="new", disk_cache_dirs=str(tmp_path)))
-    locked.append(lock_directory(tmp_path / "kvbm-old-0"))  # The doctor holds nothing.
+    locked += lock_directory(tmp_path / "kvbm-old-0")  # The doctor holds nothing.
     for fd in locked:
         os.close(fd)
     assert left_stores(tmp_path / "missing", settings()) == ()

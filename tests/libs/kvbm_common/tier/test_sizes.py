@@ -83,7 +83,7 @@ def test_a_medium_for_one_size_wastes_nothing() -> None:
 
 def test_a_sealed_block_takes_the_seal_more() -> None:
     """A block of 5,000 bytes takes two units, and one for the seal."""
-    layout = Layout(3 * UNIT_BYTES, 8, 8, UNIT_BYTES)
+    layout = Layout.of(3 * UNIT_BYTES, 8, extra_bytes=UNIT_BYTES)
     assert (layout.slot_bytes_of(5_000), rounded_up(5_000)) == (3 * UNIT_BYTES, 2 * UNIT_BYTES)
 
 

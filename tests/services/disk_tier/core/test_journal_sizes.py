@@ -1,10 +1,15 @@
-"""The journal of several sizes: slabs change their size."""
+"""The journal of several sizes: slabs change their size, and releases before knew one size."""
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvbm_common.checksum import block_checksum
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_disk_tier.core.journal import (
     Operation,
@@ -14,6 +19,9 @@ from kvbm_disk_tier.core.journal import (
     encode_records,
     replay,
 )
+from kvbm_disk_tier.shell.store import Store
+from kvbm_disk_tier.shell.store_header import FORMAT, Header
+from kvbm_disk_tier.shell.store_options import StoreOptions
 from msgspec.structs import replace
 
 from tests.services.disk_tier.helpers import SLOT_BYTES, block, numbers
@@ -27,10 +35,45 @@ def slots(found: Replay) -> dict[int, int]:
     return {place: numbers([found_block])[0] for place, found_block in found.blocks.items()}
 
 
+def of_slot(order: int, slot: int, number: int) -> bytes:
+    """A committed block as releases before have recorded it, by the number of its slot."""
+    held = block(number)
+    body = struct.pack(
+        "<4sB3xQII16s16s32sQH22x", b"KVJ2", 1, order, slot, held.bytes, held.hash, held.parent,
+        held.namespace, held.checksum, held.part_count,
+    )  # fmt: skip
+    return body + struct.pack("<Q", block_checksum(body))
+
+
 def of_units(order: int, place: int, number: int, units: int) -> Record:
     """A committed block that takes so many units."""
     held = replace(block(number), bytes=units * UNIT_BYTES)
     return Record(Operation.COMMITTED, order, place, held)
+
+
+def test_a_journal_of_a_release_before_is_read_by_its_slots() -> None:
+    """Slots of two units: slot 3 begins at unit 6. New records follow old ones in one file."""
+    two_units = Layout(2 * UNIT_BYTES, 8, 2)
+    old = [of_slot(1, 3, 1), of_slot(2, 7, 2)]
+    held = replace(block(1), bytes=2 * UNIT_BYTES)
+    first = replace(held, hash=block(3).hash)
+    data = b"".join(_resized(one, 2 * UNIT_BYTES) for one in old)
+    data += encode_record(Record(Operation.COMMITTED, 3, 6, first))
+    found = replay(data, two_units)
+    assert (found.damaged, sorted(found.blocks)) == (0, [6, 14])
+    assert found.blocks[6] == first, "the newer record has the place"
+    assert found.blocks[14].hash == block(2).hash
+
+
+def _resized(data: bytes, block_bytes: int) -> bytes:
+    """The same record of a larger block."""
+    body = data[:20] + struct.pack("<I", block_bytes) + data[24:120]
+    return body + struct.pack("<Q", block_checksum(body))
+
+
+def test_an_old_record_of_another_size_is_damaged() -> None:
+    """Its store had slots of one size: a block of two units was in none of them."""
+    assert replay(_resized(of_slot(1, 3, 1), 2 * UNIT_BYTES), LARGE).damaged == 1
 
 
 def test_the_newest_record_in_a_slab_says_of_which_size_it_is() -> None:
@@ -82,3 +125,25 @@ def test_every_history_of_slabs_comes_back(history: list[tuple[int, int, int, bo
     found = replay(encode_records(records), LARGE)
     assert slots(found) == {place: number for place, (number, _) in held.items()}
     assert found.damaged == 0
+
+
+def test_a_store_of_a_release_before_is_kept(tmp_path: Path) -> None:
+    """1. Two of its blocks are found where they were. 2. It has this release's format now."""
+    options = StoreOptions(tmp_path, capacity_bytes=8 * SLOT_BYTES)
+    with_blocks(tmp_path, [of_slot(1, 3, 1), of_slot(2, 7, 2)])
+    store = Store(options)
+    try:
+        found = store.recover()
+    finally:
+        store.close()
+    assert found is not None
+    assert (slots(found), found.damaged) == ({3: 1, 7: 2}, 0)
+    header = msgspec.json.decode((tmp_path / "header").read_bytes(), type=Header)
+    assert (header.format, header.slab_slots) == (FORMAT, header.layout.slab_slots)
+
+
+def with_blocks(directory: Path, records: list[bytes]) -> None:
+    """A store of format 2 as a release before has left it."""
+    (directory / "header").write_text('{"format":2,"slot_bytes":4096,"slot_count":8}')
+    (directory / "journal").write_bytes(b"".join(records))
+    (directory / "slots").write_bytes(bytes(8 * SLOT_BYTES))

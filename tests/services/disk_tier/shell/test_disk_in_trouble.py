@@ -289,12 +289,14 @@ def test_a_rewrite_that_finds_no_room_leaves_nothing_behind(
     store = store_on(tmp_path)
     store.create(SLOT_BYTES)
     store.append((committed(1, 0, 1), committed(2, 1, 2)), commit=True)
+    (tmp_path / "store/journal.new").write_bytes(b"of an older release")
     broken = Broken(monkeypatch, "pwrite", errno.ENOSPC)
     broken.on = True
     with pytest.raises(OSError, match="No space"):
         store.rewrite((committed(3, 1, 2),))
     broken.on = False
     assert (tmp_path / "store/spare").stat().st_size == 0
+    assert not (tmp_path / "store/journal.new").exists()
     store.append((committed(4, 2, 3),), commit=True)
     store.close()
     again = store_on(tmp_path)

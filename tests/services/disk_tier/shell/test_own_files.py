@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from kvbm_disk_tier.shell.own_files import (
+    lock_directory,
     open_own,
     open_own_directory,
     read_own,
@@ -100,3 +101,15 @@ def test_directory_itself_is_locked(tmp_path: Path) -> None:
     second = store_in(tmp_path / "store")
     second.acquire()
     second.close()
+
+
+def test_lock_of_an_earlier_release_is_respected(tmp_path: Path) -> None:
+    """It is a file; its release may run until its successor has the place."""
+    (tmp_path / "lock").touch()
+    tmp_path.chmod(0o700)
+    held = lock_directory(tmp_path)
+    assert len(held) == 2
+    os.close(held[0])
+    with pytest.raises(BlockingIOError):
+        lock_directory(tmp_path)
+    os.close(held[1])

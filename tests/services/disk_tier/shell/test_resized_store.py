@@ -258,8 +258,16 @@ def test_an_end_in_the_middle_of_a_replacement_serves_nothing_wrong(
     assert set(recovered(tmp_path, 4).values()) == {0, 5, 6, 7}
 
 
+def test_a_store_of_one_size_is_resized_as_well(tmp_path: Path) -> None:
+    """It becomes one of several sizes first."""
+    filled(tmp_path, 8, 3, 7)
+    (tmp_path / "store/header").write_text('{"format":2,"slot_bytes":4096,"slot_count":8}')
+    assert recovered(tmp_path, 7) == {3: 3, 0: 7}
+    assert recovered(tmp_path, 9) == {3: 3, 0: 7}
+
+
 def test_a_header_names_the_host(tmp_path: Path) -> None:
-    """A store without one, or with another, gets the name, and keeps its blocks and its slabs."""
+    """A store of an earlier release gets the name, and keeps its blocks and its slabs."""
     filled(tmp_path, 8, 3, 7)
     before = json.loads((tmp_path / "store/header").read_text())
     assert before["host"] == ""

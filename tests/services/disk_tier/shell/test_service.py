@@ -55,7 +55,6 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record
-from kvbm_disk_tier.shell.own_files import lock_directory
 from kvbm_disk_tier.shell.service import serve
 from kvbm_disk_tier.shell.store import Store
 from kvbm_disk_tier.shell.store_options import StoreOptions
@@ -337,7 +336,7 @@ async def test_blocks_come_back_after_kill_9(
         await wait_until(lambda: epochs(host) > lives, deadline_s=DEADLINE_S)
         await host.wait_announced(1, 2, 3)
         assert service.pid != before
-        await service.wait_ready(deadline_s=DEADLINE_S)
+        await wait_until(lambda: service.is_ready)
         await until(lambda: can_fill(host))
         host.store(4)
         await host.wait_announced(1, 2, 3, 4)
@@ -418,7 +417,7 @@ async def test_sealed_blocks_come_back_as_well(
         os.kill(service.pid, signal.SIGKILL)
         await wait_until(lambda: epochs(host) > lives, deadline_s=DEADLINE_S)
         await host.wait_announced(1, 2, 3)
-        await service.wait_ready(deadline_s=DEADLINE_S)
+        await wait_until(lambda: service.is_ready)
         await until(lambda: can_fill(host))
 
 
@@ -666,16 +665,6 @@ async def test_a_cache_that_is_larger_than_the_disk_takes_nothing_from_it(
         assert (tmp_path / "kvbm-h-0/slots").stat().st_blocks == 0
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[int]:
-    """A directory that another disk tier has."""
-    fd = lock_directory(directory)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 async def test_a_second_disk_tier_on_the_same_directory_is_refused(
     nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -684,7 +673,9 @@ async def test_a_second_disk_tier_on_the_same_directory_is_refused(
     monkeypatch.setattr("kvbm_disk_tier.shell.service.LOCK_DEADLINE_S", 0.2)
     settings = settings_of(nats_server, tmp_path)
     directory = tmp_path / "kvbm-h-0"
-    with locked(directory):
+    directory.mkdir()
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         assert await serve_service("disk-tier", serve, settings, asyncio.Event()) == 1
     assert f"{directory} is used by another disk tier" in caplog.text
     assert "Traceback" not in caplog.text
@@ -695,7 +686,9 @@ async def test_a_predecessor_may_take_its_time_to_leave(
 ) -> None:
     """Who takes a place over waits for the lock a while."""
     directory = tmp_path / "kvbm-h-0"
-    with locked(directory) as lock:
+    directory.mkdir()
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         async with living(settings_of(nats_server, tmp_path)):
             with pytest.raises(RequestFailed):
                 await ask_when_there(bus, "stats")
