@@ -166,13 +166,17 @@ class EngineHandle:
         """End the process, in order if it can be."""
         process = self._process
         if process is not None and process.returncode is None:
-            with contextlib.suppress(KvbmError):
-                await self._ask("stop", Done, deadline_s=STOP_DEADLINE_S)
             try:
+                with contextlib.suppress(KvbmError):
+                    await self._ask("stop", Done, deadline_s=STOP_DEADLINE_S)
                 async with asyncio.timeout(STOP_DEADLINE_S):
                     await process.wait()
             except TimeoutError:
                 await self.kill()
+            except asyncio.CancelledError:  # Those who stop it have no time left.
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                raise
         for task in (self._reader, self._watcher):
             if task is not None:
                 task.cancel()
@@ -183,8 +187,14 @@ class EngineHandle:
 
 
 async def stop_all(engines: Sequence[EngineHandle]) -> None:
-    """End the processes of all engines, side by side: one that hangs has its deadlines alone."""
-    await asyncio.gather(*(engine.stop() for engine in engines))
+    """End the processes of all engines, side by side: one that hangs has its deadlines alone.
+
+    One that cannot be ended in order keeps no other from its end; its error is raised after them.
+    """
+    stops = [asyncio.ensure_future(engine.stop()) for engine in engines]
+    for ended in await asyncio.gather(*stops, return_exceptions=True):
+        if isinstance(ended, BaseException):
+            raise ended
 
 
 async def run_turns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -84,6 +85,21 @@ async def test_engines_that_hang_are_ended_side_by_side(tmp_path: Path) -> None:
     await stop_all(engines)
     assert time.monotonic() - begun_s < 4 * STOP_DEADLINE_S
     assert not any(lives(pid) for pid in pids)
+
+
+async def test_engines_whose_stop_is_broken_off_are_killed(tmp_path: Path) -> None:
+    """A second signal ends a demo at once: nothing of it stays, not even what hangs."""
+    engine = EngineHandle(config_of(tmp_path))
+    await engine.start()
+    os.kill(pid := engine.pid, signal.SIGSTOP)
+    stopping = asyncio.create_task(stop_all([engine]))
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(stopping), 0.1)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    await wait_until(lambda: not lives(pid))
+    await engine.stop()
 
 
 async def test_a_prompt_that_cannot_fit_is_an_error_of_its_own(engine: EngineHandle) -> None:
