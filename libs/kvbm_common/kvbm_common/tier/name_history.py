@@ -119,7 +119,10 @@ class NameHistory:
         return (self._at_ms[row], self._values[row]) if row else None
 
     def alike(self, name: SequenceHash) -> list[Noted]:
-        """Return the names with the same last 8 bytes, in the order in which they came in."""
+        """Return the names with the same last 8 bytes, in the order in which they came in.
+
+        If the history was made larger since, their order is any.
+        """
         (tail,) = _tail_of(name, TAIL_AT)
         place, tag = tail >> self._shift, tail & TAG_MASK
         found: list[Noted] = []

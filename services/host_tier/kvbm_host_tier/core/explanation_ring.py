@@ -191,7 +191,7 @@ class ExplanationRing:
         assert len(self._packed) == len(self._reasons) == len(self._engines) <= self._count_max
         assert len(self._before) == len(self._packed) >= len(self)
         assert self._bytes == sum(map(len, self._packed))
-        for number in range(self.oldest, self._next):
+        for number in range(max(self.oldest, self._next - BUCKET_MAX), self._next):
             assert number in self._of(self._at(number).request), f"{number} is not found"
 
 

@@ -183,6 +183,7 @@ class Puller:
             return PeerFailed(effect.engine, effect.rank, reason)
         if memory is not None:
             await asyncio.to_thread(self._open, peer, memory)
+            self.mover.expect_peer()  # That may have taken a while, and the worker adds us now.
         return PeerAttached(effect.engine, effect.rank, peer)
 
     def _open(self, peer: str, memory: DeviceMemory) -> None:
