@@ -105,7 +105,7 @@ class CoreLoop(Generic[Input, Effect]):
         self._turns = 0
         """Turns that the last burst beside `run` has left to others."""
 
-    def fill(self) -> Usage:
+    def usage(self) -> Usage:
         """Return how full the queue of inputs is."""
         return Usage(len(self._offers), self._inbox_size, self._refused)
 

@@ -101,8 +101,8 @@ class RemoveRequest(_Change, frozen=True, kw_only=True):
     namespace: HexDigest | None = None
     everything: bool = False
     job: Annotated[str, Meta(max_length=64)] = ""
-    """What all questions of one reset have in common: it waits for the deletes that a bucket has
-    not answered at the first of them, and for its own."""
+    """The job that asks, one for all questions of a reset: it waits for the deletes that a bucket
+    has not answered at the first of them, and for its own."""
 
 
 class RemoveReply(_Message, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ STORE_FAULT = "store"
 UNDELETED = "undeleted"
 """The error of a reset while objects wait to be deleted: it may be well soon."""
 RESETS_MAX = 64
-"""Jobs whose orders are kept; one that is forgotten begins to wait anew."""
+"""Jobs whose orders are kept; one that is forgotten waits for the deletes until then."""
 STORE_RETRY_MS = 5_000
 """The pause before a store that could not be opened is tried again: full disks stay full."""
 

@@ -28,7 +28,7 @@ BOUNDS_MAX = 64
 
 
 class BoundView(BaseModel, frozen=True):
-    """The fill of one queue, table or history of a service."""
+    """The usage of one queue, table or history of a service."""
 
     bound: str
     kind: Literal["queue", "table", "history"]

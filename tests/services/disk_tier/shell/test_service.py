@@ -336,7 +336,7 @@ async def test_blocks_come_back_after_kill_9(
         await wait_until(lambda: epochs(host) > lives, deadline_s=DEADLINE_S)
         await host.wait_announced(1, 2, 3)
         assert service.pid != before
-        await wait_until(lambda: service.is_ready)
+        await service.wait_ready(deadline_s=DEADLINE_S)
         await until(lambda: can_fill(host))
         host.store(4)
         await host.wait_announced(1, 2, 3, 4)
@@ -417,7 +417,7 @@ async def test_sealed_blocks_come_back_as_well(
         os.kill(service.pid, signal.SIGKILL)
         await wait_until(lambda: epochs(host) > lives, deadline_s=DEADLINE_S)
         await host.wait_announced(1, 2, 3)
-        await wait_until(lambda: service.is_ready)
+        await service.wait_ready(deadline_s=DEADLINE_S)
         await until(lambda: can_fill(host))
 
 
