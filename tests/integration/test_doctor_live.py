@@ -41,6 +41,9 @@ EXPECTED = {
     "metrics": EVERY | {"gone_services", "jobs"},
 }
 """The bounds of each service."""
+HISTORY_ENTRIES = 5_000
+CHOSEN = {"departures", "departures_disk", "departures_object", "first_blocks"}
+"""The histories that KVBM_HISTORY_ENTRIES sizes."""
 
 
 def doctor(run: Running, *options: str) -> tuple[int, list[dict[str, str]]]:
@@ -58,13 +61,16 @@ def doctor(run: Running, *options: str) -> tuple[int, list[dict[str, str]]]:
 @pytest.mark.timeout(180)
 async def test_a_stack_at_work_is_well_and_its_bounds_are_all_looked_at() -> None:
     """1. Engines fill the tiers. 2. Each service shows each of its bounds, and none is beyond its
-    size. 3. The doctor finds nothing, and says what it looked at."""
-    async with running(TIERS | {"admin_open": "read"}, engines=1) as run:
+    size; histories have the chosen one. 3. The doctor finds nothing, and says what it looked at."""
+    settings = TIERS | {"admin_open": "read", "history_entries": HISTORY_ENTRIES}
+    async with running(settings, engines=1) as run:
         await run.run(requests=40)
         told = await _bounds(run)
         for one in told:
             assert {bound["bound"] for bound in one["bounds"]} == EXPECTED[one["service"]], one
             assert all(bound["used"] <= bound["size"] for bound in one["bounds"]), one
+            sizes = {bound["size"] for bound in one["bounds"] if bound["bound"] in CHOSEN}
+            assert sizes <= {HISTORY_ENTRIES}, one
         assert {bound["bound"] for one in told for bound in one["bounds"]} == BOUNDS.keys()
         code, findings = doctor(run)
         count = sum(len(one["bounds"]) for one in told)

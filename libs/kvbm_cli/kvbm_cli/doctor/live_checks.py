@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from kvbm_common.wire.bounds import BOUNDS
+from kvbm_common.wire.bounds import BOUNDS, HISTORIES
 
 from kvbm_cli.doctor.finding import Finding, Level
 from kvbm_cli.printing import count
@@ -171,7 +171,7 @@ def _of_service(one: LiveService) -> Iterator[Finding]:
     share = one.unexplained_blocks / one.missed_blocks if one.missed_blocks else 0.0
     if share > UNEXPLAINED and one.missed_blocks >= MISSED_LEAST:
         found = f"{share:.0%} of {count(one.missed_blocks)} missed blocks are not explained"
-        advice = "More has left than its histories hold: they follow the slots of its tiers."
+        advice = f"More has left than its histories hold. {HISTORIES}"
         yield Finding(one.name, "wrong", found, advice)
 
 

@@ -267,6 +267,11 @@ class DeclaredSettings(AccessSettings):
         "KVBM_EXPLAIN_REQUESTS", 100_000, schema.integer(0, 10_000_000), section="metrics",
         unit="requests", help="Each host tier keeps why so many recent lookups hit and missed, in "
         "384 bytes each on average; 0: none.")
+    history_entries: int | None = setting(
+        "KVBM_HISTORY_ENTRIES", None, schema.integer(1, 1_000_000), section="metrics",
+        default_text="8 times a tier's slots, 4096 to 262144",
+        help="Each history that explains misses keeps so many blocks, in 60 bytes each at most: "
+        "more reach further back. Host tiers have four, disk and object tiers one each.")
     otlp_endpoint: str = setting(
         "KVBM_OTLP_ENDPOINT", "", schema.HTTP_URL, section="metrics",
         default_text="off, unless `OTEL_EXPORTER_OTLP_ENDPOINT` is set",

@@ -22,9 +22,9 @@ REASONS_MAX = 1_024
 UNKNOWN = ("unknown", "")
 
 
-def departures_for(slot_count: int) -> int:
-    """Return how many departures a tier with so many slots keeps."""
-    return entries_for(slot_count, DEPARTURES_MIN, DEPARTURES_MAX)
+def departures_for(slot_count: int, chosen: int | None = None) -> int:
+    """Return how many departures a tier with so many slots keeps, unless a number is chosen."""
+    return entries_for(slot_count, DEPARTURES_MIN, DEPARTURES_MAX, chosen)
 
 
 class Departure(NamedTuple):
@@ -38,15 +38,17 @@ class Departure(NamedTuple):
 class Departures:
     """Block → its last departure."""
 
-    def __init__(
-        self, entries_max: int = DEPARTURES_MAX, former: FormerBlocks | None = None
-    ) -> None:
-        """Start empty; `former` keeps the names of departures that are forgotten."""
+    def __init__(self, chosen: int | None = None, former: FormerBlocks | None = None) -> None:
+        """Start empty; `former` keeps the names of departures that are forgotten.
+
+        So many are kept as an operator has chosen; None: by the slots.
+        """
         self.forgotten_ms: int | None = None
         """Departures up to this time may have been forgotten; None: none has been."""
         self.forgotten_count = 0
         self._former = former
-        self._by_block = NameHistory(entries_max)
+        self._chosen = chosen
+        self._by_block = NameHistory(chosen or DEPARTURES_MAX)
         """Each block's value is the number of its reason."""
         self._reasons = {0: UNKNOWN}
         self._numbers = {UNKNOWN: 0}
@@ -56,8 +58,8 @@ class Departures:
         return len(self._by_block)
 
     def size_for(self, slot_count: int) -> None:
-        """Keep as many departures as a tier with so many slots needs."""
-        self._by_block.resize(departures_for(slot_count))
+        """Keep as many departures as a tier with so many slots needs, or as are chosen."""
+        self._by_block.resize(departures_for(slot_count, self._chosen))
 
     def note(
         self, names: Iterable[SequenceHash], why: str, now_ms: int, *, detail: str = ""

@@ -42,9 +42,17 @@ TAIL_AT = HASH_BYTES - 8
 _tail_of = Struct("<Q").unpack_from
 
 
-def entries_for(slot_count: int, entries_min: int, entries_max: int) -> int:
-    """Return how many names the history of a tier with so many slots keeps."""
+def entries_for(
+    slot_count: int, entries_min: int, entries_max: int, chosen: int | None = None
+) -> int:
+    """Return how many names the history of a tier with so many slots keeps.
+
+    A number that an operator has chosen counts as it is.
+    """
     assert slot_count > 0, f"a tier with {slot_count} slots"
+    assert chosen is None or 0 < chosen <= ENTRIES_MOST, f"{chosen} entries"
+    if chosen is not None:
+        return chosen
     return min(entries_max, max(entries_min, SLOTS_TIMES * slot_count))
 
 

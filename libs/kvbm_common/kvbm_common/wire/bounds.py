@@ -39,6 +39,8 @@ class Bound(NamedTuple):
 
 _NATS = "Look at NATS: it is away, full or slow; consumers ask for a snapshot by themselves."
 _SLOTS = "It follows the tier's slots: a larger tier, or smaller blocks, keep more."
+HISTORIES = "Raise KVBM_HISTORY_ENTRIES; without it, they follow the tier's slots."
+"""The advice for histories that explain misses."""
 _LOAD = "Share the load among more instances, or find what is slow: kvbm_transfer_seconds."
 _REPORT = "No setting changes it: report it, with the log."
 BOUNDS: Mapping[str, Bound] = {
@@ -50,11 +52,11 @@ BOUNDS: Mapping[str, Bound] = {
     "outbox": Bound("queue", "messages that wait for NATS", _NATS),
     "outbox_bytes": Bound("queue", "bytes of messages that wait for NATS", _NATS),
     "consolidated_outbox": Bound("queue", "consolidated messages that wait for NATS", _NATS),
-    "departures": Bound("history", "departures of blocks", _SLOTS),
-    "departures_disk": Bound("history", "departures from disk", _SLOTS),
-    "departures_object": Bound("history", "departures from the bucket", _SLOTS),
+    "departures": Bound("history", "departures of blocks", HISTORIES),
+    "departures_disk": Bound("history", "departures from disk", HISTORIES),
+    "departures_object": Bound("history", "departures from the bucket", HISTORIES),
     "former_blocks": Bound("history", "blocks that were here once", _SLOTS),
-    "first_blocks": Bound("history", "first blocks of prompts", _SLOTS),
+    "first_blocks": Bound("history", "first blocks of prompts", HISTORIES),
     "explanations": Bound("history", "explained lookups", "Raise KVBM_EXPLAIN_REQUESTS."),
     "open_explanations": Bound(
         "queue", "misses that lower tiers are asked about", "Is the disk tier slow? kvbm status."

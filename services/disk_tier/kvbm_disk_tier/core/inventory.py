@@ -44,7 +44,7 @@ class Inventory:
         self.leases = LeaseTable(announcer.epoch)
         """The pins of operators; reads keep their slots without leases."""
         self.diary = Diary()
-        self.departures = Departures()
+        self.departures = Departures(means.limits.history_entries)
         """Times and reasons of blocks that have left, or were not written."""
         self.journal = JournalWriter(
             has_file=has_journal,

@@ -80,6 +80,8 @@ class DiskTierLimits:
     writes."""
     tenant_shares: str = ""
     """The weights by which tenants share the store and its write budget (KVBM_TENANT_SHARES)."""
+    history_entries: int | None = None
+    """Departures that are kept (KVBM_HISTORY_ENTRIES); None: by the slots."""
     announced_blocks_max: int = EVENT_BLOCKS_MAX
     """Blocks of a former life that are announced in one step, within some 5 ms."""
 
@@ -109,4 +111,5 @@ def limits_of(settings: Settings) -> DiskTierLimits:
         batch_bytes=settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
         lease_ms=settings.lease_ms,
         tenant_shares=settings.tenant_shares,
+        history_entries=settings.history_entries,
     )

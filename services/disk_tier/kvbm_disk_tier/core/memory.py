@@ -24,7 +24,7 @@ def parts_of(limits: DiskTierLimits, *, slot_count: int, buffer_bytes: int = 0) 
     slots = max(1, slot_count)
     return {
         "slots": slot_count * SLOT_BYTES,
-        "departures": departures.departures_for(slots) * ENTRY_BYTES,
+        "departures": departures.departures_for(slots, limits.history_entries) * ENTRY_BYTES,
         "sights": frequency_filter.sights_for(slots) * ENTRY_BYTES,
         "waiting_writes": limits.pending_max * PENDING_BYTES,
         "dropped_writes": DROPPED_MAX * DROPPED_BYTES,

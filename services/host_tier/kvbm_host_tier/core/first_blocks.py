@@ -26,9 +26,9 @@ HASHES_MAX = 4
 HALF = HASH_BYTES // 2
 
 
-def first_blocks_for(slot_count: int) -> int:
-    """Return how many first blocks a tier with so many slots keeps."""
-    return entries_for(slot_count, FIRST_BLOCKS_MIN, FIRST_BLOCKS_MAX)
+def first_blocks_for(slot_count: int, chosen: int | None = None) -> int:
+    """Return how many first blocks a tier with so many slots keeps, unless a number is chosen."""
+    return entries_for(slot_count, FIRST_BLOCKS_MIN, FIRST_BLOCKS_MAX, chosen)
 
 
 class FirstBlock(NamedTuple):
@@ -42,16 +42,18 @@ class FirstBlock(NamedTuple):
 class FirstBlocks:
     """The first blocks that were looked up last."""
 
-    def __init__(self, entries_max: int = FIRST_BLOCKS_MIN) -> None:
-        self._history = NameHistory(entries_max)
+    def __init__(self, chosen: int | None = None) -> None:
+        """Start empty; so many are kept as an operator has chosen, or by the slots."""
+        self._chosen = chosen
+        self._history = NameHistory(chosen or FIRST_BLOCKS_MIN)
         self._forgotten = 0
 
     def __len__(self) -> int:
         return len(self._history)
 
     def size_for(self, slot_count: int) -> None:
-        """Keep as many first blocks as a tier with so many slots needs."""
-        self._history.resize(first_blocks_for(slot_count))
+        """Keep as many first blocks as a tier with so many slots needs, or as are chosen."""
+        self._history.resize(first_blocks_for(slot_count, self._chosen))
 
     def usage(self) -> Usage:
         """Return how full this history is. Its entries have no time, so no reach is known."""

@@ -65,11 +65,11 @@ class HeldBlocks:
         make = partial(make_policy, self.policy_name)
         self.table = SlotTable(Layout.unsized(0), make, self.tenants)
         self.diary = Diary()
-        self.first_blocks = FirstBlocks()
+        self.first_blocks = FirstBlocks(means.limits.history_entries)
         """The prompts that were looked up last."""
         self.former = former
         """The names of blocks that left before those in `departures`."""
-        self.departures = Departures(former=former)
+        self.departures = Departures(means.limits.history_entries, former)
         """Times and reasons of the blocks that have left last."""
         self.unpin_ended: Callable[[], None] = lambda: None
         """Unpins the blocks of leases that have ended."""

@@ -43,6 +43,9 @@ class HostTierLimits:
     """The time that a batch from another host may take from its start."""
     explain_requests: int = 100_000
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
+    history_entries: int | None = None
+    """Departures of each tier, and first blocks, that are kept (KVBM_HISTORY_ENTRIES); None: by
+    the slots."""
     recompute_tokens_per_s: float = 0.0
     """The speed of computing (KVBM_RECOMPUTE_TOKENS_PER_S); 0: what connectors have measured."""
     load_or_compute: bool = True

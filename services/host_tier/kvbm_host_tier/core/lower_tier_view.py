@@ -71,7 +71,7 @@ class LowerTierView:
         self._sources: dict[str, LowerSource] = {}
         """Instance → its source, in the order in which they joined or left."""
         self._failed = FailedBlocks(AVOID_MAX)
-        self.departures = Departures(former=former)
+        self.departures = Departures(limits.history_entries, former)
         """The reasons why blocks have left the lower tier, as far as events say."""
 
     def __contains__(self, name: SequenceHash) -> bool:

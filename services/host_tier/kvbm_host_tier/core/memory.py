@@ -23,13 +23,13 @@ def parts_of(limits: HostTierLimits, *, slot_count: int, below_count: int) -> di
     """Return the bytes that each part may take, with so many slots here and blocks below."""
     assert slot_count >= 0, f"{slot_count} slots"
     assert below_count >= 0, f"{below_count} blocks below"
-    slots = max(1, slot_count)
+    slots, chosen = max(1, slot_count), limits.history_entries
     return {
         "slots": slot_count * SLOT_BYTES,
         "blocks_below": below_count * BELOW_BYTES,
-        "departures": (1 + len(LOWER)) * departures.departures_for(slots) * ENTRY_BYTES,
+        "departures": (1 + len(LOWER)) * departures.departures_for(slots, chosen) * ENTRY_BYTES,
         "former_blocks": 3 * max(HORIZON_LEAST, HORIZON_SLOTS * slot_count),
-        "first_blocks": first_blocks.first_blocks_for(slots) * ENTRY_BYTES,
+        "first_blocks": first_blocks.first_blocks_for(slots, chosen) * ENTRY_BYTES,
         "known_runs": known_runs.STRETCHES_MAX * limits.stretch_blocks * known_runs.BLOCK_BYTES,
         "explanations": limits.explain_requests * explanation_ring.ENTRY_BYTES,
         "queues": QUEUE_BYTES,

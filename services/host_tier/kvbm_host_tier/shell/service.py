@@ -92,6 +92,7 @@ def _limits(context: ServiceContext) -> HostTierLimits:
         hint_pin_percent=settings.hint_pin_percent,
         hit_window=settings.cache_stats_max_requests,
         explain_requests=settings.explain_requests,
+        history_entries=settings.history_entries,
         miss_filter=settings.miss_filter,
         recompute_tokens_per_s=settings.recompute_tokens_per_s,
         load_or_compute=settings.load_or_compute,

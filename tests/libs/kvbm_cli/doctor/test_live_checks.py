@@ -86,7 +86,14 @@ def test_a_service_that_is_away_or_not_ready_is_wrong() -> None:
 )
 def test_misses_that_are_not_explained(missed: int, unexplained: int, level: str) -> None:
     one = service(bound("inbox", 1), missed_blocks=missed, unexplained_blocks=unexplained)
-    assert examine_live([one])[0].level == level
+    (finding,) = examine_live([one])
+    assert finding.level == level
+    assert ("Raise KVBM_HISTORY_ENTRIES" in finding.advice) == (level == "wrong")
+
+
+def test_the_histories_that_a_setting_sizes_name_it() -> None:
+    named = {name for name, one in BOUNDS.items() if "KVBM_HISTORY_ENTRIES" in one.advice}
+    assert named == {"departures", "departures_disk", "departures_object", "first_blocks"}
 
 
 @given(st.sampled_from(OTHERS), st.floats(0, 200), st.integers(0, 5), st.none() | st.floats(0, 1e6))

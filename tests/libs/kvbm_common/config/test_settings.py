@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
+from kvbm_common.tier.departures import departures_for
 
 
 def load(**environ: str) -> Settings:
@@ -79,6 +80,9 @@ def test_empty_variable_is_unset() -> None:
         ("KVBM_NATS_URL", "127.0.0.1:4222"),
         ("KVBM_HOST", "host.with.dots"),
         ("KVBM_HOST_TIER_ENDPOINT", "/tmp/socket"),
+        ("KVBM_HISTORY_ENTRIES", "0"),
+        ("KVBM_HISTORY_ENTRIES", "1000001"),
+        ("KVBM_HISTORY_ENTRIES", "all"),
     ],
 )
 def test_bad_value_names_variable_value_and_what_is_accepted(variable: str, value: str) -> None:
@@ -87,6 +91,16 @@ def test_bad_value_names_variable_value_and_what_is_accepted(variable: str, valu
     assert caught.value.field == variable
     for part in (variable, value, caught.value.accepted):
         assert part in str(caught.value)
+
+
+def test_histories_that_explain_misses_can_keep_what_is_accepted() -> None:
+    """Nothing is chosen by default; the most that is accepted fits."""
+    assert load().history_entries is None
+    most = load(KVBM_HISTORY_ENTRIES="1000000").history_entries
+    assert most is not None
+    assert departures_for(1, most) == most == 1_000_000
+    with pytest.raises(ConfigError, match=r"KVBM_HISTORY_ENTRIES.*from 1 to 1000000"):
+        load(KVBM_HISTORY_ENTRIES="0")
 
 
 def test_bad_value_in_a_file_names_the_file(tmp_path: Path) -> None:

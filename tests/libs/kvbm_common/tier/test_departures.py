@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.departures import Departure, Departures
+from kvbm_common.tier.departures import Departure, Departures, departures_for
+from kvbm_common.tier.name_history import ENTRIES_MOST
 
 
 def name(number: int) -> SequenceHash:
@@ -64,3 +66,20 @@ def test_departures_follow_the_size_of_the_tier() -> None:
         assert len(fates) == kept
         assert fates.get(names[-1]) is not None
         fates = Departures()
+
+
+def test_a_chosen_number_of_departures_is_kept_whatever_the_slots() -> None:
+    """Two are kept before the slots are known, by a small tier and by a large one."""
+    fates = Departures(2)
+    sizes = [fates.usage(0).size]
+    for slot_count in (1, 1_000_000):
+        fates.size_for(slot_count)
+        fates.note(map(name, (1, 2, 3)), "evicted", 10)
+        sizes.append(fates.usage(10).size)
+    assert (sizes, len(fates), fates.get(name(1))) == ([2, 2, 2], 2, None)
+
+
+@pytest.mark.parametrize("chosen", [0, -1, ENTRIES_MOST + 1])
+def test_a_number_that_no_history_can_keep_is_asserted(chosen: int) -> None:
+    with pytest.raises(AssertionError, match=f"{chosen} entries"):
+        departures_for(1, chosen)

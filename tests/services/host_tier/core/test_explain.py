@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from kvbm_common.identity import Namespace, pack_hashes
-from kvbm_common.tier import departures
 from kvbm_common.tier.reasons import MEANINGS, OUTCOMES
 from kvbm_common.wire.admin import RemoveRequest
 from kvbm_common.wire.explain import Explanation, FateEntry, FatesReply, Place, Segment
@@ -79,9 +78,9 @@ def answer_fates(host: Host, effect: AskDepartures, *entries: FateEntry) -> None
     host.step(DeparturesTold(effect.question, effect.instance, reply, effect.tier))
 
 
-def evicted(*, disk: Sequence[int] = ()) -> Host:
+def evicted(*, disk: Sequence[int] = (), history_entries: int | None = None) -> Host:
     """Blocks 1 and 2 were here and had to go for 3 and 4. The disk has `disk`."""
-    host = Host(slots=2)
+    host = Host(slots=2, history_entries=history_entries)
     host.disk_stored(*disk)
     host.store(1, 2)
     host.now_ms += 500
@@ -118,12 +117,9 @@ def test_blocks_that_nobody_ever_had() -> None:
     assert missed_counts(host) == {"never_stored": 3}
 
 
-def test_what_left_long_ago_is_told_from_what_never_was_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_left_long_ago_is_told_from_what_never_was_here() -> None:
     """Blocks 1 and 2 have left, and memory has room for one story: 1 was here, 9 never was."""
-    monkeypatch.setattr(departures, "departures_for", lambda _slot_count: 1)
-    host = evicted()
+    host = evicted(history_entries=1)
     host.store(5, 6)
     host.now_ms += 500
     ask(host, "r", 9)
@@ -398,9 +394,8 @@ def test_the_same_tokens_that_are_not_here_any_more_are_no_reason() -> None:
 
 def test_remembered_tokens_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts, the oldest go; of one prompt's hashes, too."""
-    monkeypatch.setattr(first_blocks, "first_blocks_for", lambda _slot_count: 2)
     monkeypatch.setattr(first_blocks, "HASHES_MAX", 1)
-    host = Host(slots=4)
+    host = Host(slots=4, history_entries=2)
     for number in (1, 2, 3):
         ask(host, "q", number, content=bytes([number]) * 16)
     host.store(1)

@@ -78,6 +78,14 @@ def test_they_follow_the_slots(slots: int, kept: int) -> None:
     assert (first.usage().size, first_blocks_for(slots)) == (kept, kept)
 
 
+@pytest.mark.parametrize("slots", [1, 10_000_000])
+def test_a_chosen_number_is_kept_whatever_the_slots(slots: int) -> None:
+    first = FirstBlocks(3)
+    before = first.usage().size
+    first.size_for(slots)
+    assert (before, first.usage().size, first_blocks_for(slots, 3)) == (3, 3, 3)
+
+
 def test_what_is_forgotten_is_counted() -> None:
     first, rng = FirstBlocks(3), random.Random(0)
     for _ in range(5):

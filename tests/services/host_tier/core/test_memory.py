@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+from kvbm_common.tier import name_history
+from kvbm_common.wire.admin import ResizeRequest
 from kvbm_host_tier.core.explanation_ring import ENTRY_BYTES
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.memory import parts_of
+from kvbm_host_tier.core.messages import AdminAsked
+
+from tests.services.host_tier.helpers import Host
+
+HISTORIES = ("departures", "departures_disk", "departures_object", "first_blocks")
 
 
 def test_the_bound_follows_slots_and_settings() -> None:
@@ -15,3 +23,32 @@ def test_the_bound_follows_slots_and_settings() -> None:
         assert small[name] < large[name]
     without = parts_of(HostTierLimits(explain_requests=0), slot_count=100, below_count=0)
     assert sum(small.values()) - sum(without.values()) == 100_000 * ENTRY_BYTES
+
+
+@pytest.mark.parametrize("slot_count", [0, 100, 1_000_000])
+def test_the_bound_follows_the_chosen_histories(slot_count: int) -> None:
+    """Three lists of departures and one of first blocks, five entries each."""
+    parts = parts_of(HostTierLimits(history_entries=5), slot_count=slot_count, below_count=0)
+    assert parts["departures"] == 3 * 5 * name_history.ENTRY_BYTES
+    assert parts["first_blocks"] == 5 * name_history.ENTRY_BYTES
+
+
+def sizes_of(host: Host) -> list[float]:
+    """The gauges of the histories."""
+    usages = host.core.view.usages(host.now_ms)
+    return [usages[name].size for name in HISTORIES]
+
+
+def test_histories_have_the_chosen_size_before_the_first_block_and_after_a_resize() -> None:
+    host = Host(slots=4, history_entries=5)
+    assert sizes_of(host) == [5] * 4
+    host.store(1, 2, 3, 4)
+    host.step(AdminAsked(1, "resize", ResizeRequest(slots=2)))
+    assert host.slots["total"] == 2
+    assert sizes_of(host) == [5] * 4
+
+
+def test_histories_follow_the_slots_where_nothing_is_chosen() -> None:
+    host = Host(slots=1_000)
+    host.store(1)
+    assert sizes_of(host) == [8_000] * 4
