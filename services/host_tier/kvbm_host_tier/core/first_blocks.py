@@ -20,7 +20,8 @@ from kvbm_common.tier.name_history import NameHistory, Noted, entries_for
 from kvbm_common.wire.bounds import Usage
 
 FIRST_BLOCKS_MAX = 262_144
-FIRST_BLOCKS_MIN = 4_096
+FIRST_BLOCKS_MIN = 65_536
+"""The least, 4 MB, also for a small arena: there may be a large disk or a bucket below it."""
 HASHES_MAX = 4
 """Hashes of the same tokens: tenants whose prompts begin alike."""
 HALF = HASH_BYTES // 2

@@ -6,6 +6,7 @@ import pytest
 from kvbm_common.tier import name_history
 from kvbm_common.wire.admin import ResizeRequest
 from kvbm_host_tier.core.explanation_ring import ENTRY_BYTES
+from kvbm_host_tier.core.first_blocks import FIRST_BLOCKS_MIN
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.memory import parts_of
 from kvbm_host_tier.core.messages import AdminAsked
@@ -51,4 +52,4 @@ def test_histories_have_the_chosen_size_before_the_first_block_and_after_a_resiz
 def test_histories_follow_the_slots_where_nothing_is_chosen() -> None:
     host = Host(slots=1_000)
     host.store(1)
-    assert sizes_of(host) == [8_000] * 4
+    assert sizes_of(host) == [8_000, 8_000, 8_000, FIRST_BLOCKS_MIN]
