@@ -101,8 +101,9 @@ class RemoveRequest(_Change, frozen=True, kw_only=True):
     namespace: HexDigest | None = None
     everything: bool = False
     job: Annotated[str, Meta(max_length=64)] = ""
-    """The job that asks, one for all questions of a reset: it waits for the deletes that a bucket
-    has not answered at the first of them, and for its own."""
+    """The job that asks: a fresh name for each reset, one for all its questions. It waits for the
+    deletes that a bucket has not answered at the first of them, and for its own. Without a name a
+    reset waits for its own alone."""
 
 
 class RemoveReply(_Message, frozen=True, kw_only=True):

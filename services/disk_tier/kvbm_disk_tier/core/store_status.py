@@ -132,11 +132,13 @@ class StoreStatus:
         """Return the answer to a reset: once nothing is left, what the bucket may have still.
 
         Its job waits for all deletes before its first question, also of evicted blocks, and for its
-        own: none that come later. Without a job it is only its own. `order`: of the last removal.
+        own. Of later ones it waits for those that have failed. Without a job it is only its own.
+        `order`: that of the last removal.
         """
         is_new = bool(job) and job not in self._reset_orders
         if not self.kind.sized and (answer.removed or is_new):  # A disk answers for no deletes.
             self._reset_orders[job] = order
+            self._reset_orders.move_to_end(job)
             while len(self._reset_orders) > RESETS_MAX:
                 self._reset_orders.popitem(last=False)
         if answer.removed or answer.more:
