@@ -165,18 +165,27 @@ class EngineHandle:
     async def stop(self) -> None:
         """End the process, in order if it can be."""
         process = self._process
-        if process is not None and process.returncode is None:
-            try:
-                with contextlib.suppress(KvbmError):
-                    await self._ask("stop", Done, deadline_s=STOP_DEADLINE_S)
-                async with asyncio.timeout(STOP_DEADLINE_S):
-                    await process.wait()
-            except TimeoutError:
-                await self.kill()
-            except asyncio.CancelledError:  # Those who stop it have no time left.
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                raise
+        try:
+            if process is not None and process.returncode is None:
+                await self._end(process)
+        finally:
+            await self._let_go()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            with contextlib.suppress(KvbmError):
+                await self._ask("stop", Done, deadline_s=STOP_DEADLINE_S)
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await process.wait()
+        except TimeoutError:
+            await self.kill()
+        except BaseException:  # Cancelled: those who stop it have no time left.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise
+
+    async def _let_go(self) -> None:
+        """End what reads from the process, and close its socket."""
         for task in (self._reader, self._watcher):
             if task is not None:
                 task.cancel()

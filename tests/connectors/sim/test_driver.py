@@ -99,7 +99,20 @@ async def test_engines_whose_stop_is_broken_off_are_killed(tmp_path: Path) -> No
     with pytest.raises(asyncio.CancelledError):
         await stopping
     await wait_until(lambda: not lives(pid))
-    await engine.stop()
+
+
+async def test_an_engine_whose_stop_fails_keeps_no_other_from_its_end(tmp_path: Path) -> None:
+    class Broken(EngineHandle):
+        async def stop(self) -> None:
+            await super().stop()
+            raise EngineDied("it is broken")
+
+    broken, engine = Broken(config_of(tmp_path)), EngineHandle(config_of(tmp_path))
+    await engine.start()
+    os.kill(pid := engine.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDied, match="it is broken"):
+        await stop_all([broken, engine])
+    assert not lives(pid)
 
 
 async def test_a_prompt_that_cannot_fit_is_an_error_of_its_own(engine: EngineHandle) -> None:
