@@ -269,7 +269,7 @@ class DeclaredSettings(AccessSettings):
         "384 bytes each on average; 0: none.")
     history_entries: int | None = setting(
         "KVBM_HISTORY_ENTRIES", None, schema.integer(1, 1_000_000), section="metrics",
-        default_text="8 times a tier's slots, 4096 to 262144",
+        default_text="8 times a tier's slots, 4096 (first blocks 65536) to 262144",
         help="Each history that explains misses keeps so many blocks, in 60 bytes each at most: "
         "more reach further back. Host tiers have four, disk and object tiers one each.")
     otlp_endpoint: str = setting(

@@ -93,17 +93,17 @@ def add_agent(agent: Any, metadata: bytes) -> str:
         raise BadPeerMetadata(f"a peer's name is not valid UTF-8: {error}") from error
 
 
-def answer_peers(agent: Any) -> bool:
+def answer_peers(agent: Any) -> bool | None:
     """Let UCX answer peers; return whether one has sent a notification: a peer that adds us does.
 
-    An error is of this call alone, and the next poll makes another one. A notification may be lost
-    with it, so it counts as one.
+    None: that is not known, a notification may be lost. An error is of this call alone, and the
+    next poll makes another one.
     """
     try:
         return bool(agent.get_new_notifs(["UCX"]))
     except NIXL_ERRORS as error:
         _log.warning("nixl_poll", f"UCX could not be polled: {error}")
-        return True
+        return None
 
 
 def defaults_of(backend: str) -> dict[str, str]:

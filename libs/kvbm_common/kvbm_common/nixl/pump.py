@@ -338,9 +338,10 @@ class Pump:
 
     def _serve(self, now: float) -> None:
         """Let UCX answer peers, and expire what waits."""
-        if self._serves and answer_peers(self._agent):
+        if self._serves and (came := answer_peers(self._agent)) is not False:
             self._was_added = True
-            self.expect_peer()
+            if came:
+                self.expect_peer()
         for transfer in [t for t in self._queue.waiting if now > t.deadline]:
             self._queue.waiting.remove(transfer)
             self._timeouts += 1

@@ -48,7 +48,7 @@ class Departures:
         self.forgotten_count = 0
         self._former = former
         self._chosen = chosen
-        self._by_block = NameHistory(chosen or DEPARTURES_MAX)
+        self._by_block = NameHistory(chosen or DEPARTURES_MIN)
         """Each block's value is the number of its reason."""
         self._reasons = {0: UNKNOWN}
         self._numbers = {UNKNOWN: 0}

@@ -61,7 +61,7 @@ class FirstBlocks:
         return Usage(len(self), self._history.entries_max, self._forgotten)
 
     def note(self, content: bytes, name: SequenceHash, namespace: bytes) -> list[FirstBlock]:
-        """Make a first block the newest; returns the others with its tokens, the oldest first."""
+        """Make a first block the newest; returns the others with its tokens, as `alike` does."""
         assert len(content) == HASH_BYTES, f"a digest of {len(content)} bytes"
         assert len(name) == HASH_BYTES, f"a hash of {len(name)} bytes"
         history, key = self._history, SequenceHash(name[HALF:] + content[HALF:])
