@@ -12,8 +12,8 @@ from tests.helm.chart import CHART, LOADER
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.load((CHART / "values.yaml").read_text(), LOADER)
-UNUSED = {"/global"}
-"""Values that no template reads."""
+UNUSED = {"/global", "/bucket/claimName", "/bucket/path"}
+"""Values that no template reads, or not beside `/bucket/name`."""
 
 Schema = dict[str, Any]
 Place = Callable[[str, str], str]

@@ -172,3 +172,35 @@ def test_the_argument_of_vllm_is_that_of_the_manual() -> None:
     name, _, text = argument.partition("=")
     manual = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
     assert f"vllm serve MODEL {name} '{text}'" in manual
+
+
+@pytest.mark.parametrize(
+    ("assignment", "volume"),
+    [
+        ("bucket.claimName=kv", {"persistentVolumeClaim": {"claimName": "kv"}}),
+        ("bucket.path=/mnt/kv", {"hostPath": {"path": "/mnt/kv", "type": "Directory"}}),
+        ('bucket.path=/a "b"} # c', {"hostPath": {"path": '/a "b"} # c', "type": "Directory"}}),
+    ],
+)
+def test_a_shared_file_system_takes_the_place_of_a_bucket(
+    assignment: str, volume: dict[str, Any]
+) -> None:
+    """Goal: the object tier has the volume where its address says, and no keys; metrics hears of
+    it."""
+    documents = render("--set", "bucket.enabled=true,bucket.secretName=keys", "--set", assignment)
+    assert [wrong_fields(documents, minor) for minor in MINORS] == [[], [], []]
+    node = pod(documents, "node")
+    assert [one for one in node.spec["volumes"] if one["name"] == "objects"] == [
+        {"name": "objects"} | volume
+    ]
+    mounts = {
+        container["name"]: mount["mountPath"] for container in node.containers
+        for mount in container["volumeMounts"] if mount["name"] == "objects"
+    }  # fmt: skip
+    assert mounts == {"object-tier": "/var/lib/kvbm/objects"}
+    [metrics] = pod(documents, "metrics").containers
+    [objects] = [one for one in node.containers if one["name"] == "object-tier"]
+    for container in (metrics, objects):
+        environ = environ_of(container, spec_nodeName="n", metadata_name="p")
+        assert environ["KVBM_OBJECT_URL"] == "file:///var/lib/kvbm/objects"
+        assert not [name for name in environ if name.startswith("DYN_KVBM_OBJECT")]

@@ -115,14 +115,35 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* How objects and metrics know that there is a bucket. */}}
+{{/* How objects and metrics know that there is a bucket, or a directory instead. */}}
 {{- define "kvbm.bucketEnv" -}}
 {{- with .Values.bucket }}
 {{- if .enabled }}
+{{- if ne (len (compact (list .name .claimName .path))) 1 }}
+{{- fail "bucket.enabled wants one of bucket.name, bucket.claimName and bucket.path" }}
+{{- end }}
+{{- if .name }}
 - name: DYN_KVBM_OBJECT_ENABLED
   value: "true"
 - name: DYN_KVBM_OBJECT_BUCKET
-  value: {{ required "bucket.name is needed where bucket.enabled is true" .name | quote }}
+  value: {{ .name | quote }}
+{{- else }}
+- name: KVBM_OBJECT_URL
+  value: file:///var/lib/kvbm/objects
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The file system that all nodes share instead of a bucket, where there is one. */}}
+{{- define "kvbm.objectsVolume" -}}
+{{- with .Values.bucket }}
+{{- if and .enabled .claimName }}
+- name: objects
+  persistentVolumeClaim: {claimName: {{ .claimName | quote }}}
+{{- else if and .enabled .path }}
+- name: objects
+  hostPath: {path: {{ .path | quote }}, type: Directory}
 {{- end }}
 {{- end }}
 {{- end -}}
