@@ -219,7 +219,7 @@ class _Store:
 
     def _delete(self, body: bytes) -> bytes:
         for found in re.finditer(rb"/([0-9a-f]{32})\.", body):
-            self.gone[int(found[1], 16) // self.step] = 1
+            self.gone[self._number_of(found[1])] = 1
         return b"<DeleteResult/>"
 
     def _list(self, query: dict[str, str]) -> bytes:
@@ -236,7 +236,7 @@ class _Store:
         first = -(-int(digits.ljust(32, "0"), 16) // self.step) if digits else 0
         end = self.objects if not digits else int(digits.ljust(32, "f"), 16) // self.step + 1
         if after:
-            first = int(after[HASH_AT : HASH_AT + 32], 16) // self.step + 1
+            first = self._number_of(after[HASH_AT : HASH_AT + 32]) + 1
         names: list[str] = []
         at = first
         while at < min(end, self.objects) and len(names) < 1_000:
@@ -245,8 +245,14 @@ class _Store:
             at += 1
         return _xml(prefix, names, more=at < min(end, self.objects))
 
+    def _number_of(self, digits: str | bytes) -> int:
+        """Return the number of the object whose hash has these digits."""
+        return -(-(int(digits[:16], 16) << 64) // self.step)
+
     def _entry(self, number: int) -> str:
-        name = SequenceHash((number * self.step).to_bytes(16, "big"))
+        # The second half is spread, as in real hashes: tables take their places from it.
+        halves = number * self.step >> 64, number * 0x9E3779B97F4A7C15 % 2**64
+        name = SequenceHash(b"".join(half.to_bytes(8, "big") for half in halves))
         block = Block(name, SequenceHash(bytes(16)), NAMESPACE, number, 65536)
         second = number * 2654435761 % 80_000
         stored = f"2026-11-23T{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02}.000Z"
