@@ -54,6 +54,7 @@ from kvbm_disk_tier.core.messages import (
     StoreOpened,
     StoreUp,
 )
+from kvbm_disk_tier.core.store_status import RESETS_MAX
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
 from kvbm_disk_tier.objects.core.messages import ListedBlock, ListingBegun, ObjectsListed
 
@@ -288,6 +289,26 @@ def test_a_reset_of_an_empty_bucket_waits_for_the_deletes_of_what_was_evicted_be
     core.step(DeletesAnswered(orders[1]), 0)
     assert reset("second") == "done"
     core.check()
+
+
+def test_many_resets_forget_none_that_has_just_removed_something() -> None:
+    """1. A reset without a job removes a block. 2. As many others come as are kept. 3. It removes
+    another. 4. One more comes: the first is still waiting."""
+    core = ObjectTierCore(host="h", instance="0", epoch=7)
+    core.start()
+    core.step(StoreOpened(Layout.unsized(4), Replay({}, 1, 0, 0)), 0)
+    core.step(ListingBegun(), 0)
+
+    def reset(job: str) -> object:
+        request = RemoveRequest(everything=True, job=job)
+        return one(core.step(AdminAsked(1, "reset", request), 0), Answer).reply
+
+    for number, jobs in ((1, RESETS_MAX - 1), (2, 1)):
+        core.step(ObjectsListed((ListedBlock(block(number), 0),)), 0)
+        assert reset("") == RemoveReply(removed=1)
+        for job in range(jobs):
+            reset(f"{number}-{job}")
+    assert isinstance(reset(""), ErrorBody)
 
 
 def test_a_reset_fails_while_the_journal_lacks_records_of_removed_blocks() -> None:
