@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -108,7 +108,8 @@ class EngineHandle:
     async def _watch(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
-        self._died = EngineDied(f"{self.config.name} ended with {code}, see {self._log_path}")
+        where = f", see {self._log_path.name}" if self._log_path is not None else ""
+        self._died = EngineDied(f"{self.config.name} ended with {code}{where}")
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(self._died)
@@ -150,7 +151,8 @@ class EngineHandle:
                     while not isinstance(answer := await self._answers.get(), kind):
                         if isinstance(answer, EngineDied):
                             raise answer
-                        log.warning("%s answered %s to %s", self.config.name, answer, what)
+                        # To a question before, whose asker was ended or had no more time.
+                        log.debug("%s answered %s to %s", self.config.name, answer, what)
                     return answer
             except TimeoutError as error:
                 raise DeadlineExceeded(f"{self.config.name}: {what}") from error
@@ -162,20 +164,20 @@ class EngineHandle:
             self._process.send_signal(signal.SIGKILL)
         await self._process.wait()
 
-    async def stop(self) -> None:
-        """End the process, in order if it can be."""
+    async def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """End the process, in order if it can be: its answer and its end have a deadline each."""
         process = self._process
         try:
             if process is not None and process.returncode is None:
-                await self._end(process)
+                await self._end(process, deadline_s)
         finally:
             await self._let_go()
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: asyncio.subprocess.Process, deadline_s: float) -> None:
         try:
             with contextlib.suppress(KvbmError):
-                await self._ask("stop", Done, deadline_s=STOP_DEADLINE_S)
-            async with asyncio.timeout(STOP_DEADLINE_S):
+                await self._ask("stop", Done, deadline_s=deadline_s)
+            async with asyncio.timeout(deadline_s):
                 await process.wait()
         except TimeoutError:
             await self.kill()
@@ -185,7 +187,7 @@ class EngineHandle:
             raise
 
     async def _let_go(self) -> None:
-        """End what reads from the process, and close its socket."""
+        """End what reads from the process, close its socket, and remove those of a killed one."""
         for task in (self._reader, self._watcher):
             if task is not None:
                 task.cancel()
@@ -193,14 +195,20 @@ class EngineHandle:
                     await task
         self._socket.close()
         self._context.term()
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
+        for of_what in ("", "-events", "-replay"):
+            path = Path(f"{self.config.directory}/{self.config.name}{of_what}.sock")
+            path.unlink(missing_ok=True)
 
 
-async def stop_all(engines: Sequence[EngineHandle]) -> None:
+async def stop_all(engines: Sequence[EngineHandle], *, deadline_s: float = STOP_DEADLINE_S) -> None:
     """End the processes of all engines, side by side: one that hangs has its deadlines alone.
 
     One that cannot be ended in order keeps no other from its end; its error is raised after them.
     """
-    stops = [asyncio.ensure_future(engine.stop()) for engine in engines]
+    stops = [asyncio.ensure_future(engine.stop(deadline_s=deadline_s)) for engine in engines]
     for ended in await asyncio.gather(*stops, return_exceptions=True):
         if isinstance(ended, BaseException):
             raise ended
@@ -214,15 +222,26 @@ async def run_turns(
     on_finished: Callable[[Turn, Finished], None],
     prefix: str = "r",
 ) -> None:
-    """Send every turn, each conversation to one engine and in order, so many at a time."""
-    numbers = itertools.count()
-    slots = asyncio.Semaphore(concurrency)
-    last: dict[int, asyncio.Task[None]] = {}
+    """Send every turn, each conversation to one engine and in order, so many at a time.
 
-    async def run(turn: Turn, number: int, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait([before])
-        async with slots:
+    First turns of conversations come first, in their order; a later one goes to the end of the
+    queue when the one before has finished. Raises the first error of an engine.
+    """
+    ready: deque[tuple[int, Turn]] = deque()
+    later: dict[int, deque[tuple[int, Turn]]] = {}
+    """The turns of a conversation that come after one in the queue, or one that runs."""
+    for number, turn in enumerate(turns):
+        waiting = later.get(turn.conversation)
+        if waiting is None:
+            ready.append((number, turn))
+            later[turn.conversation] = deque()
+        else:
+            waiting.append((number, turn))
+        await asyncio.sleep(0)  # To make a hundred thousand of them takes seconds.
+
+    async def work() -> None:
+        while ready:  # A turn adds one at most: those who have left are not missed.
+            number, turn = ready.popleft()
             engine = engines[turn.conversation % len(engines)]
             submit = Submit(
                 request=f"{prefix}{number}",
@@ -230,9 +249,14 @@ async def run_turns(
                 outputs=turn.outputs.tobytes(),
             )
             on_finished(turn, await engine.request(submit))
+            if waiting := later[turn.conversation]:
+                ready.append(waiting.popleft())
 
-    async with asyncio.TaskGroup() as tasks:
-        for turn in turns:
-            before = last.get(turn.conversation)
-            name = f"turn of {turn.conversation}"
-            last[turn.conversation] = tasks.create_task(run(turn, next(numbers), before), name=name)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(concurrency):
+                tasks.create_task(work(), name=f"turns {number}")
+    except ExceptionGroup as errors:
+        if not all(isinstance(error, KvbmError) for error in errors.exceptions):
+            raise
+        raise errors.exceptions[0] from None

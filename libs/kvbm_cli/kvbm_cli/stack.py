@@ -195,11 +195,11 @@ class Stack:
         # The first failure ends the start, however long the others may still take.
         await asyncio.gather(*(self.wait_ready(kind) for kind in self.services))
 
-    async def close(self) -> None:
-        """Stop everything and clean up. Takes less than 5 s."""
+    async def close(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """Stop everything and clean up; by default it takes less than 5 s."""
         await asyncio.gather(
             *(
-                service.end(signal.SIGTERM, deadline_s=STOP_DEADLINE_S)
+                service.end(signal.SIGTERM, deadline_s=deadline_s)
                 for service in self.services.values()
             )
         )

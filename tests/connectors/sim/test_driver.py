@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -82,9 +83,27 @@ async def test_engines_that_hang_are_ended_side_by_side(tmp_path: Path) -> None:
     for engine in engines:
         os.kill(engine.pid, signal.SIGSTOP)
     pids, begun_s = [engine.pid for engine in engines], time.monotonic()
-    await stop_all(engines)
-    assert time.monotonic() - begun_s < 4 * STOP_DEADLINE_S
+    await stop_all(engines, deadline_s=0.2)
+    assert time.monotonic() - begun_s < 2 * STOP_DEADLINE_S
     assert not any(lives(pid) for pid in pids)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]
+
+
+async def test_a_late_answer_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: a demo that is ended while engines start shows its user nothing of its insides.
+
+    Method: the question `stats` is given up; its answer comes before that to `stop`.
+    """
+    engine = EngineHandle(config_of(tmp_path))
+    await engine.start()
+    os.kill(engine.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.stats(), 0.1)
+    os.kill(engine.pid, signal.SIGCONT)
+    await engine.stop()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_engines_whose_stop_is_broken_off_are_killed(tmp_path: Path) -> None:
@@ -104,8 +123,8 @@ async def test_engines_whose_stop_is_broken_off_are_killed(tmp_path: Path) -> No
 
 async def test_an_engine_whose_stop_fails_keeps_no_other_from_its_end(tmp_path: Path) -> None:
     class Broken(EngineHandle):
-        async def stop(self) -> None:
-            await super().stop()
+        async def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
+            await super().stop(deadline_s=deadline_s)
             raise EngineDied("it is broken")
 
     broken, engine = Broken(config_of(tmp_path)), EngineHandle(config_of(tmp_path))
@@ -134,6 +153,38 @@ async def test_turns_of_a_conversation_run_in_order(engine: EngineHandle) -> Non
         mine = [name for name in ended if int(name[1:]) % 2 == conversation]
         assert mine == sorted(mine)
     assert len(ended) == 8
+
+
+async def test_a_load_has_as_many_tasks_as_run_at_a_time(engine: EngineHandle) -> None:
+    """Goal: a demo of 20,000 requests ends at a signal: no tasks of turns have to be ended first.
+
+    First turns go before second ones, as they did when each turn was a task in a queue.
+    """
+    turns = [Turn(number // 2, PROMPT, PROMPT[:0]) for number in range(64)]
+    ended: list[int] = []
+    most = 0
+
+    def on_finished(_turn: Turn, finished: Finished) -> None:
+        nonlocal most
+        ended.append(int(finished.request[1:]))
+        most = max(most, len(asyncio.all_tasks()))
+
+    before = len(asyncio.all_tasks())
+    await run_turns([engine], turns, concurrency=1, on_finished=on_finished)
+    assert ended == [*range(0, 64, 2), *range(1, 64, 2)]
+    assert most <= before + 1
+
+
+async def test_a_load_on_an_engine_that_dies_ends_with_that_error(engine: EngineHandle) -> None:
+    """Goal: a demo whose engine is killed says so in a line: no traceback of eight requests."""
+    turns = [Turn(number, PROMPT, PROMPT[:0]) for number in range(64)]
+
+    def on_finished(_turn: Turn, _finished: Finished) -> None:
+        if engine.pid:
+            os.kill(engine.pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDied, match=r"^sim-0 ended with -9$"):
+        await run_turns([engine], turns, concurrency=4, on_finished=on_finished)
 
 
 async def test_a_killed_engine_ends_every_request(engine: EngineHandle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 import os
@@ -10,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
+from kvbm_connectors.sim.driver import STOP_DEADLINE_S as ENGINE_STOP_DEADLINE_S
 from kvbm_connectors.sim.driver import EngineHandle, run_turns, stop_all
 from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
 
@@ -42,7 +44,7 @@ from kvbm_cli.demo.pairs import PAIRS_MAX, compare
 from kvbm_cli.demo.printed import print_report
 from kvbm_cli.demo.progress import Progress
 from kvbm_cli.demo.report import Counted, Report, Tally, make_report
-from kvbm_cli.stack import Stack
+from kvbm_cli.stack import STOP_DEADLINE_S, Stack
 
 KIB = 1024
 DEVICE_BLOCKS = 512
@@ -52,6 +54,9 @@ TRACE_PREFILL_US_PER_TOKEN = 4.0
 """Prompts of traces are tens of thousands of tokens long: a large machine, so that it ends."""
 CONCURRENCY_PER_ENGINE = 4
 CONNECT_DEADLINE_S = 5.0
+BROKEN_OFF_DEADLINE_S = 0.7
+"""A run that a signal ends is over within 3 s: an engine's answer, its end, that of services and
+NATS. What has not ended by then is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +275,7 @@ async def _enter_stack(options: DemoOptions, cleanup: AsyncExitStack) -> Stack |
         "disk_cache_gb": options.disk_gb,
     }
     stack = Stack.private(overrides)
-    cleanup.push_async_callback(stack.close)
+    at_end(cleanup, stack.close, deadline_s=STOP_DEADLINE_S)
     try:
         await stack.open()
     except KvbmError:
@@ -279,11 +284,24 @@ async def _enter_stack(options: DemoOptions, cleanup: AsyncExitStack) -> Stack |
     return stack
 
 
+def at_end(
+    cleanup: AsyncExitStack, stop: Callable[..., Awaitable[None]], *, deadline_s: float
+) -> None:
+    """Stop something at the end, with a deadline that is short when a signal ends the run."""
+
+    async def end(kind: type[BaseException] | None, *_: object) -> None:
+        is_broken_off = kind is not None and issubclass(kind, asyncio.CancelledError)
+        await stop(deadline_s=BROKEN_OFF_DEADLINE_S if is_broken_off else deadline_s)
+
+    cleanup.push_async_exit(end)
+
+
 async def _start_engines(
     options: DemoOptions, stack: Stack | AttachedStack, cleanup: AsyncExitStack
 ) -> list[EngineHandle]:
     engines: list[EngineHandle] = []
-    cleanup.push_async_callback(stop_all, engines)
+    stop = functools.partial(stop_all, engines)
+    at_end(cleanup, stop, deadline_s=ENGINE_STOP_DEADLINE_S)
     for number in range(options.engines):
         name = stack.name if isinstance(stack, AttachedStack) else "sim"
         config = options.engine_config(number, stack.settings, name=name)
@@ -317,7 +335,11 @@ async def _run_workload(options: DemoOptions, engines: list[EngineHandle], tally
 async def _run_pairs(options: DemoOptions, engines: list[EngineHandle], tally: Tally) -> None:
     """Repeat requests that were onboarded, alone, in pairs, until their comparison is clear."""
     loaded = {f.request for f in tally.finished if f.host_blocks + f.disk_blocks > 0}
-    turns = [turn for number, turn in enumerate(options.turns()) if f"r{number}" in loaded]
+    turns: list[Turn] = []
+    for number, turn in enumerate(options.turns()):
+        if f"r{number}" in loaded:
+            turns.append(turn)
+        await asyncio.sleep(0)  # A signal does not wait for a hundred thousand turns.
     random.Random(options.seed).shuffle(turns)
     with Progress("pairs", PAIRS_MAX) as progress:
         for number, turn in zip(range(PAIRS_MAX), itertools.cycle(turns), strict=False):

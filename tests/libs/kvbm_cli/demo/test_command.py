@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from kvbm_cli.demo.command import BROKEN_OFF_DEADLINE_S, at_end
+from kvbm_cli.stack import NATS_STOP_DEADLINE_S
 
 START_DEADLINE_S = 60
 
@@ -42,3 +46,27 @@ def test_a_trace_without_requests_is_an_error(tmp_path: Path) -> None:
     done = demo("--trace", str(trace))
     assert done.returncode == 1, done
     assert "empty.jsonl has no request" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "deadline_s"),
+    [(None, 9.0), (RuntimeError(), 9.0), (asyncio.CancelledError("15"), BROKEN_OFF_DEADLINE_S)],
+)
+async def test_a_signal_shortens_the_deadlines_of_the_end(
+    error: BaseException | None, deadline_s: float
+) -> None:
+    """Goal: who ends a demo has the prompt within 3 s, and any other end is in order."""
+    given: list[float] = []
+
+    async def stop(*, deadline_s: float) -> None:
+        given.append(deadline_s)
+
+    async def run() -> None:
+        async with AsyncExitStack() as cleanup:
+            at_end(cleanup, stop, deadline_s=9.0)
+            if error is not None:
+                raise error
+
+    await asyncio.gather(run(), return_exceptions=True)
+    assert given == [deadline_s]
+    assert 3 * BROKEN_OFF_DEADLINE_S + NATS_STOP_DEADLINE_S <= 3.0
