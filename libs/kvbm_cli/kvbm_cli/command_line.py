@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import typer
 
 REFUSED, WRONG = 1, 2
+COMPLETION = ("--show-completion", "--install-completion")
+TAKES_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
+"""A variable of typer's: its options for completion take the name of a shell, and require it."""
 
 
 def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
@@ -78,6 +81,16 @@ def require_text(arguments: list[str]) -> None:
             name, text = (option, value) if is_option else (before, argument)
             exit_with(f"kvbm: {ConfigError(name, text, 'text, as UTF-8')}", WRONG)
         before = option if is_option else before if number else f"kvbm {argument}"
+
+
+def take_shell(arguments: list[str]) -> None:
+    """Have the shell that follows an option for completion count, or be refused.
+
+    Typer looks for the shell that runs the command, and would ignore another's name.
+    """
+    option, _, value = arguments[0].partition("=") if arguments else ("", "", "")
+    if option in COMPLETION and (value or arguments[1:]):
+        os.environ[TAKES_SHELL] = "1"
 
 
 def code_of(error: KvbmError) -> int:

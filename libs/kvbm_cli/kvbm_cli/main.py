@@ -31,6 +31,7 @@ from kvbm_cli.command_line import (
     printable,
     require_text,
     run_line,
+    take_shell,
 )
 from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.examples import epilog_of
@@ -56,6 +57,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     prepare_streams()
     require_text(arguments)
+    take_shell(arguments)
     if len(arguments) == 2 and arguments[0] == "serve" and not arguments[1].startswith("-"):
         # A service needs no command line library, and five of them start at once.
         serve_kind(arguments[1])

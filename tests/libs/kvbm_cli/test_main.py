@@ -88,6 +88,16 @@ async def test_a_shell_completes_commands() -> None:
     assert (code, output.split()) == (0, ["prefetch"]), errors
 
 
+async def test_completion_is_for_the_shell_that_is_named() -> None:
+    """Goal: bash may write zsh's completion to a file; a name that is no shell's is refused."""
+    for line in (("--show-completion", "zsh"), ("--show-completion=zsh",)):
+        code, output, errors = await call(*line)
+        assert (code, output.split()[:2]) == (0, ["#compdef", "kvbm"]), errors
+    code, output, errors = await call("--show-completion", "tsch")
+    assert (code, output) == (2, "")
+    assert "'tsch' is not one of 'bash', 'zsh', 'fish'" in errors
+
+
 async def test_config_table_is_for_people() -> None:
     code, output, _ = await call("config")
     assert code == 0
