@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import pwd
 import re
 import socket
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbm_common.errors import ConfigError
 from kvbm_common.tier.tenants import SHARES_TEXT, shares_of
 
 
@@ -113,7 +116,10 @@ def _boolean(text: str) -> bool:
 
 
 def _path(text: str) -> Path:
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # No user has this name, or this one has no home.
+        raise ValueError(text) from None
     if not path.is_absolute():
         raise ValueError(text)
     return path
@@ -293,9 +299,23 @@ def default_runtime_dir() -> Path:
 
 
 def default_state_dir() -> Path:
-    """Return the directory for what survives a restart."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "kvbm"
+    """Return the directory for what survives a restart; raises ConfigError without a home.
+
+    A variable that is empty or relative counts as unset, as the XDG specification has it.
+    """
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else _home() / ".local" / "state") / "kvbm"
+
+
+def _home() -> Path:
+    """Return this user's home; where HOME does not say it, the user database's."""
+    home = Path(os.environ.get("HOME", ""))
+    if not home.is_absolute():
+        with contextlib.suppress(KeyError):
+            home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    if not home.is_absolute():
+        raise ConfigError("KVBM_STATE_DIR", "", "an absolute path; its default needs a HOME")
+    return home
 
 
 # ---- KVBM's other names ----------------------------------------------------------------------

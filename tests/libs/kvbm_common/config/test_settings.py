@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,32 @@ def test_disk_store_is_in_the_state_directory() -> None:
     assert settings.disk_cache_dirs == (Path("/state/disk"),)
     settings = load(DYN_KVBM_DISK_CACHE_DIR="/tmp")
     assert settings.disk_cache_dirs == (Path("/tmp"),)
+
+
+@pytest.mark.parametrize("name", ["HOME", "XDG_STATE_HOME"])
+@pytest.mark.parametrize("text", ["", "relative"])
+def test_state_goes_to_the_home_of_the_user(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: `HOME=` of a service file puts no credentials into `/`, or where it happens to run."""
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv(name, text)
+    assert load().state_dir == home / ".local/state/kvbm"
+
+
+def test_a_user_without_a_home_must_say_where_state_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with a number that no user has."""
+    numbers = {user.pw_uid for user in pwd.getpwall()}
+    monkeypatch.setattr(os, "getuid", lambda: max(numbers) + 1)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    with pytest.raises(ConfigError, match="KVBM_STATE_DIR.*default needs a HOME"):
+        load()
+    assert load(KVBM_STATE_DIR="/state").state_dir == Path("/state")
+
+
+def test_a_home_of_no_user_is_no_path() -> None:
+    with pytest.raises(ConfigError, match="KVBM_STATE_DIR is '~no-such-user/x'"):
+        load(KVBM_STATE_DIR="~no-such-user/x")
