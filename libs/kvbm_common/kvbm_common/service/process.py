@@ -33,6 +33,7 @@ from kvbm_common.runtime.metrics import Metrics, metrics_of_counts
 from kvbm_common.service import admin_verbs
 from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.http_port import http_port
+from kvbm_common.tier.name_history import FACTORS_BYTES, set_factors
 
 CONNECT_DEADLINE_S = 1.0
 """One try to reach NATS at start; tries go on until they succeed or the service is stopped."""
@@ -72,6 +73,7 @@ def run(
     except KvbmError as error:
         print(f"kvbm: {error}", file=sys.stderr)
         sys.exit(BAD_SETTINGS if isinstance(error, ConfigError) else 1)
+    set_factors(os.urandom(FACTORS_BYTES))
     # What start-up has made stays: the collector need not look at it again, and looks less often.
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS)

@@ -50,9 +50,10 @@ class Departures:
         self._chosen = chosen
         self._by_block = NameHistory(chosen or DEPARTURES_MIN)
         """Each block's value is the number of its reason."""
-        self._reasons = {0: UNKNOWN}
-        self._numbers = {UNKNOWN: 0}
-        self._last_number = 0
+        self._reasons: dict[int, tuple[str, str]] = {0: UNKNOWN}
+        self._numbers: dict[tuple[str, str], int] = {UNKNOWN: 0}
+        self._free = [*range(1, REASONS_MAX)]
+        """Numbers that no reason has."""
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -96,17 +97,18 @@ class Departures:
 
     def _number_of(self, why: str, detail: str) -> int:
         """Return the number of a reason; a new one takes the place of those without a block."""
-        number = self._numbers.get((why, detail))
-        if number is not None:
-            return number
+        known = self._numbers.get((why, detail))
+        if known is not None:
+            return known
         if len(self._reasons) >= REASONS_MAX:
-            used = self._by_block.values() | {0}
+            used = self._by_block.values(REASONS_MAX) | {0}
+            self._free = [one for one in self._reasons if one not in used]
             self._reasons = {one: said for one, said in self._reasons.items() if one in used}
             self._numbers = {said: one for one, said in self._reasons.items()}
-            if len(self._reasons) >= REASONS_MAX:
+            if not self._free:
                 return 0
-        self._last_number += 1
-        self._reasons[self._last_number] = (why, detail)
-        self._numbers[(why, detail)] = self._last_number
-        assert len(self._reasons) == len(self._numbers) <= REASONS_MAX, len(self._reasons)
-        return self._last_number
+        number: int = self._free.pop()
+        self._reasons[number] = (why, detail)
+        self._numbers[(why, detail)] = number
+        assert len(self._numbers) + len(self._free) == REASONS_MAX, len(self._reasons)
+        return number

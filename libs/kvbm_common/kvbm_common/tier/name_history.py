@@ -4,9 +4,12 @@ An entry takes 60 bytes at most; in a dict it took 350, and growing the dict blo
 65 ms. Rows are columns of numbers, linked from the oldest to the newest. A table finds a name's
 row, by linear probing (Knuth, TAOCP 6.4, algorithms L and R):
 
-    tail  = the last 8 bytes of the hash, as a number; hashes are uniform, so it is used as it is
-    place = the high bits of tail
-    entry = the low 12 bits of tail << 20 | row; 0: empty
+    key   = the last 8 bytes of the hash, or both halves of it, times secret odd numbers
+    place = the high bits of key
+    entry = the low 12 bits of key << 20 | row; 0: empty
+
+An engine chooses its names. A service draws the numbers when it starts, so that no engine can
+choose names that stand side by side: each note would read all of them.
 """
 
 from __future__ import annotations
@@ -38,8 +41,18 @@ FEW = 32
 SLOTS_TIMES = 8
 """The histories of a tier keep so many times its blocks, within bounds of their own."""
 NAME = np.dtype((np.void, HASH_BYTES))
-TAIL_AT = HASH_BYTES - 8
-_tail_of = Struct("<Q").unpack_from
+BITS_64 = (1 << 64) - 1
+FACTORS = 3
+FACTORS_BYTES = 8 * FACTORS
+_factors = [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB]
+"""Factors for the head, and for both rounds: those of SplitMix64 until a process draws its own."""
+_halves_of = Struct("<QQ").unpack_from
+
+
+def set_factors(drawn: bytes) -> None:
+    """Set the secret numbers by which histories that are made from now on place names."""
+    assert len(drawn) == FACTORS_BYTES, f"{len(drawn)} bytes for {FACTORS} factors"
+    _factors[:] = [number | 1 for number in np.frombuffer(drawn, "<u8").tolist()]
 
 
 def entries_for(
@@ -67,8 +80,14 @@ class Noted(NamedTuple):
 class NameHistory:
     """The last `entries_max` names."""
 
-    def __init__(self, entries_max: int) -> None:
-        """Start without names; at most a million are kept."""
+    def __init__(self, entries_max: int, *, by_tail: bool = False) -> None:
+        """Start without names; at most a million are kept.
+
+        With `by_tail`, names with the same last 8 bytes have one key, so that `alike` finds them.
+        The caller keeps few of them then.
+        """
+        head, self._first, self._second = _factors
+        self._head = 0 if by_tail else head
         self._count = 0
         self._row_count = 0
         """Rows that were ever used."""
@@ -102,8 +121,8 @@ class NameHistory:
     def note(self, name: SequenceHash, at_ms: int, value: int) -> list[Noted]:
         """Make a name the newest, with these numbers; returns the oldest that are forgotten."""
         assert at_ms >= 0, f"noted at {at_ms} ms"
-        (tail,) = _tail_of(name, TAIL_AT)
-        place, row = self._find(name, tail)
+        key = self._key(name, 0)
+        place, row = self._find(name, key)
         forgotten: list[Noted] = []
         if row:
             self._unlink(row)
@@ -111,10 +130,10 @@ class NameHistory:
             while self._count >= self.entries_max and len(forgotten) < SHED_PER_NOTE:
                 forgotten.append(self._pop_oldest())
             if forgotten:
-                place, _ = self._find(name, tail)
+                place, _ = self._find(name, key)
             row = self._new_row()
             self._memory[row * HASH_BYTES : (row + 1) * HASH_BYTES] = name
-            self._table[place] = (tail & TAG_MASK) << ROW_BITS | row
+            self._table[place] = (key & TAG_MASK) << ROW_BITS | row
         self._at_ms[row], self._values[row] = at_ms, value
         newest = self._older[0]
         self._older[row], self._newer[row] = newest, 0
@@ -123,7 +142,7 @@ class NameHistory:
 
     def get(self, name: SequenceHash) -> tuple[int, int] | None:
         """Return the time and the number of a name."""
-        _, row = self._find(name, _tail_of(name, TAIL_AT)[0])
+        _, row = self._find(name, self._key(name, 0))
         return (self._at_ms[row], self._values[row]) if row else None
 
     def alike(self, name: SequenceHash) -> list[Noted]:
@@ -131,22 +150,21 @@ class NameHistory:
 
         If the history was made larger since, their order is any.
         """
-        (tail,) = _tail_of(name, TAIL_AT)
-        place, tag = tail >> self._shift, tail & TAG_MASK
+        assert not self._head, "names with the same last 8 bytes have several keys"
+        key = self._key(name, 0)
+        place, tag = key >> self._shift, key & TAG_MASK
         found: list[Noted] = []
         while entry := self._table[place]:
             row = entry & ROW_MASK
-            if entry >> ROW_BITS == tag:
-                (its,) = _tail_of(self._memory, row * HASH_BYTES + TAIL_AT)
-                if its == tail:
-                    found.append(Noted(self._name(row), self._at_ms[row], self._values[row]))
+            if entry >> ROW_BITS == tag and self._key(self._memory, row * HASH_BYTES) == key:
+                found.append(Noted(self._name(row), self._at_ms[row], self._values[row]))
             place = (place + 1) & self._mask
         assert len(found) <= self._count, f"{len(found)} of {self._count} names"
         return found
 
     def remove(self, name: SequenceHash) -> None:
         """Forget a name that is known."""
-        place, row = self._find(name, _tail_of(name, TAIL_AT)[0])
+        place, row = self._find(name, self._key(name, 0))
         assert row, f"{name.hex()} is not known"
         self._drop(place, row)
 
@@ -168,10 +186,11 @@ class NameHistory:
             places = (places[rest] + 1) & self._mask
         return True
 
-    def values(self) -> set[int]:
-        """Return the different values of all names."""
-        values = np.frombuffer(self._values, np.uint32)[self._used_rows()]
-        return set(np.unique(values).tolist())
+    def values(self, below: int) -> set[int]:
+        """Return the different values of all names, each less than `below`; nothing is sorted."""
+        used = np.zeros(below, np.bool_)
+        used[np.frombuffer(self._values, np.uint32)[self._used_rows()]] = True
+        return set(np.flatnonzero(used).tolist())
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -228,7 +247,7 @@ class NameHistory:
         assert row, "no entry is left"
         name = self._name(row)
         noted = Noted(name, self._at_ms[row], self._values[row])
-        place = _tail_of(name, TAIL_AT)[0] >> self._shift
+        place = self._key(name, 0) >> self._shift
         while self._table[place] & ROW_MASK != row:
             assert self._table[place], f"row {row} has no place"
             place = (place + 1) & self._mask
@@ -249,9 +268,15 @@ class NameHistory:
 
     # --- the table --------------------------------------------------------------------------
 
-    def _find(self, name: SequenceHash, tail: int) -> tuple[int, int]:
+    def _key(self, names: bytes | mmap.mmap, at: int) -> int:
+        """Return the key of the name that begins at a byte."""
+        halves: tuple[int, int] = _halves_of(names, at)
+        key = (halves[1] + halves[0] * self._head) * self._first & BITS_64
+        return (key ^ key >> 32) * self._second & BITS_64
+
+    def _find(self, name: SequenceHash, key: int) -> tuple[int, int]:
         """Return a name's place and row; row 0: it is not known, and the place is empty."""
-        place, tag = tail >> self._shift, tail & TAG_MASK
+        place, tag = key >> self._shift, key & TAG_MASK
         table, mask = self._table, self._mask
         while found := table[place]:
             if found >> ROW_BITS == tag and self._name(found & ROW_MASK) == name:
@@ -266,8 +291,7 @@ class NameHistory:
         assert table[place], f"place {place} is empty"
         gap = place
         while found := table[place := (place + 1) & mask]:
-            (tail,) = _tail_of(memory, (found & ROW_MASK) * HASH_BYTES + TAIL_AT)
-            home = tail >> shift
+            home = self._key(memory, (found & ROW_MASK) * HASH_BYTES) >> shift
             if (place - home) & mask >= (place - gap) & mask:
                 table[gap], gap = found, place
         table[gap] = 0
@@ -294,6 +318,8 @@ class NameHistory:
         self, names: NDArray[np.void]
     ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """Return the first place of each name, and its tag."""
-        tails = np.ascontiguousarray(names).view("<u8").reshape(-1, 2)[:, 1]
-        places = (tails >> np.uint64(self._shift)).astype(np.int64)
-        return places, tails.astype(np.uint32) & np.uint32(TAG_MASK)
+        halves = np.ascontiguousarray(names).view("<u8").reshape(-1, 2)
+        keys = (halves[:, 1] + halves[:, 0] * np.uint64(self._head)) * np.uint64(self._first)
+        keys = (keys ^ keys >> np.uint64(32)) * np.uint64(self._second)
+        places = (keys >> np.uint64(self._shift)).astype(np.int64)
+        return places, keys.astype(np.uint32) & np.uint32(TAG_MASK)

@@ -46,7 +46,7 @@ class FirstBlocks:
     def __init__(self, chosen: int | None = None) -> None:
         """Start empty; so many are kept as an operator has chosen, or by the slots."""
         self._chosen = chosen
-        self._history = NameHistory(chosen or FIRST_BLOCKS_MIN)
+        self._history = NameHistory(chosen or FIRST_BLOCKS_MIN, by_tail=True)
         self._forgotten = 0
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.departures import Departure, Departures, departures_for
+from kvbm_common.tier.departures import REASONS_MAX, Departure, Departures, departures_for
 from kvbm_common.tier.name_history import ENTRIES_MOST
 
 
@@ -77,6 +77,16 @@ def test_a_chosen_number_of_departures_is_kept_whatever_the_slots() -> None:
         fates.note(map(name, (1, 2, 3)), "evicted", 10)
         sizes.append(fates.usage(10).size)
     assert (sizes, len(fates), fates.get(name(1))) == ([2, 2, 2], 2, None)
+
+
+def test_a_number_of_a_reason_that_no_block_has_is_given_again() -> None:
+    """Goal: four times as many reasons as there are numbers, and the last blocks tell theirs."""
+    fates, kept = Departures(100), 100
+    names = [name(number) for number in range(4 * REASONS_MAX)]
+    for number, one in enumerate(names):
+        fates.note([one], "reset", number, detail=str(number))
+    told = [fates.get(one) for one in names[-kept:]]
+    assert told == [Departure(n, "reset", str(n)) for n in range(len(names))[-kept:]]
 
 
 @pytest.mark.parametrize("chosen", [0, -1, ENTRIES_MOST + 1])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections import OrderedDict
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
 from kvbm_common.identity import SequenceHash
@@ -11,11 +15,17 @@ from kvbm_common.service.footprint import memory_bytes
 from kvbm_common.tier.name_history import (
     ENTRIES_MOST,
     ENTRY_BYTES,
+    FACTORS_BYTES,
     FEW,
     SHED_PER_NOTE,
     NameHistory,
+    set_factors,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
+VALUES = 1 << 20
 Oracle = OrderedDict[SequenceHash, tuple[int, int]]
 
 
@@ -41,9 +51,9 @@ def test_it_is_an_ordered_dict_that_forgets(first: int, seed: int) -> None:
     """Goal: notes, questions and changes of the size, drawn; a small table has full stretches."""
     rng = random.Random(f"{first}/{seed}")
     names = drawn_names(f"{first}/{seed}", 2 * first + 2)
-    history, oracle, kept = NameHistory(first), Oracle(), first
+    history, oracle, kept = NameHistory(first, by_tail=seed % 2 == 0), Oracle(), first
     for at_ms in range(500):
-        name, value = rng.choice(names), rng.randrange(1 << 32)
+        name, value = rng.choice(names), rng.randrange(VALUES)
         if rng.random() < 0.02:
             kept = rng.randrange(1, 3 * first)
             history.resize(kept)
@@ -59,12 +69,12 @@ def test_it_is_an_ordered_dict_that_forgets(first: int, seed: int) -> None:
         assert history.has_none_of(asked) == oracle.keys().isdisjoint(asked)
         assert len(history) == len(oracle)
     assert [history.get(name) for name in names] == [oracle.get(name) for name in names]
-    assert history.values() == {value for _, value in oracle.values()}
+    assert history.values(VALUES) == {value for _, value in oracle.values()}
 
 
 def test_names_with_one_ending_are_found_in_the_order_in_which_they_came() -> None:
     """Goal: the table wraps around, others stand between, one leaves and comes again."""
-    history, others = NameHistory(40), drawn_names("others", 30)
+    history, others = NameHistory(40, by_tail=True), drawn_names("others", 30)
     alike = [SequenceHash(bytes([number]) * 8 + b"\xff" * 8) for number in range(5)]
     for number, name in enumerate(alike):
         history.note(name, number, number)
@@ -78,6 +88,55 @@ def test_names_with_one_ending_are_found_in_the_order_in_which_they_came() -> No
     ]  # fmt: skip
     assert [one.name for one in history.alike(others[0])] == [others[0]]
     assert history.alike(SequenceHash(bytes(16))) == []
+
+
+def name_at(number: int) -> SequenceHash:
+    """Return the name whose last 8 bytes are the number's low half, and the first its high one."""
+    high, low = divmod(number % (1 << 128), 1 << 64)
+    return SequenceHash(high.to_bytes(8, "little") + low.to_bytes(8, "little"))
+
+
+def lines_run(history: NameHistory, names: list[SequenceHash]) -> int:
+    """Count the lines of the history's module that noting these names takes: some for a probe."""
+    code, count = sys.modules[NameHistory.__module__].__file__, 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        nonlocal count
+        if frame.f_code.co_filename != code:
+            return None
+        count += event == "line"
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for name in names:
+            history.note(name, 0, 0)
+    finally:
+        sys.settrace(former)
+    return count
+
+
+CHOSEN_ON_PURPOSE = {
+    **{f"each {distance:#x} after the last": distance for distance in (
+        1, 2, 3, 0x100, 0x1_0001, 1 << 32, 1 << 38, 3 << 37, 1 << 50, 0x0123_4567_89AB)},
+    "with one ending": 1 << 64,
+    "with one ending, far apart": 1 << 115,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("distance", CHOSEN_ON_PURPOSE.values(), ids=CHOSEN_ON_PURPOSE)
+def test_names_that_are_chosen_on_purpose_take_no_more_probes_than_drawn_ones(
+    distance: int,
+) -> None:
+    """Goal: an engine that names its blocks by a rule makes no note long; half of them leave.
+
+    The factors are drawn anew each time, as a service does.
+    """
+    set_factors(os.urandom(FACTORS_BYTES))
+    chosen = [name_at(number * distance) for number in range(2_000)]
+    lines = lines_run(NameHistory(1_000), drawn_names("drawn", 2_000))
+    assert lines_run(NameHistory(1_000), chosen) < 1.5 * lines
 
 
 def test_a_history_that_is_made_smaller_before_its_first_note_takes_what_is_declared() -> None:
