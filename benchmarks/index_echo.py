@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvbm_common.nats.bus import Bus
-from kvbm_common.service.process import GC_ALLOCATIONS
+from kvbm_common.service.garbage import Garbage
 from kvbm_common.wire.verbs import verb_subject
 
 KIND, VERB = "echo", "match"
@@ -52,8 +51,7 @@ async def replicas(url: str, reply: bytes, count: int = 2) -> AsyncIterator[None
 
 def main() -> None:
     """Until killed."""
-    gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS)
+    Garbage().start()  # As every service does.
     url, instance, reply = sys.argv[1:]
     asyncio.run(_serve(url, instance, bytes.fromhex(reply)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import BATCH_MAX
-from kvbm_common.service.process import GC_ALLOCATIONS
+from kvbm_common.service.garbage import Garbage
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX
 from kvbm_index.core import event_batch, event_decoder
@@ -56,8 +55,7 @@ class Encoder:
 def main() -> None:
     """One round at one batch size; or what is called `shared` or `listed`."""
     workload.pin()
-    gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS)
+    Garbage().start()  # As every service does.
     if sys.argv[1] == "shared":
         workload.say({"match_s": shared()})
         return

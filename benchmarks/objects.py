@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.runtime.loop import CoreLoop
-from kvbm_common.service.process import GC_ALLOCATIONS
+from kvbm_common.service.garbage import Garbage
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import Layout
 from kvbm_disk_tier.core.effects import AppendJournal, Effect
@@ -97,11 +97,12 @@ def _in_process(function: Any, *arguments: Any) -> Figures:
 
 
 def _list(port: int, objects: int, slots: int) -> Figures:
-    gc.set_threshold(GC_ALLOCATIONS)
-    return asyncio.run(_listed(port, objects, slots))
+    garbage = Garbage()
+    garbage.start()
+    return asyncio.run(_listed(port, objects, slots, garbage))
 
 
-async def _listed(port: int, objects: int, slots: int) -> Figures:
+async def _listed(port: int, objects: int, slots: int, garbage: Garbage) -> Figures:
     core = ObjectTierCore(
         host="h", instance="0", epoch=1, frequency_filter=FrequencyFilter(enabled=False)
     )
@@ -139,6 +140,7 @@ async def _listed(port: int, objects: int, slots: int) -> Figures:
     lister = Lister(bucket, NAMES, slots, doors)
     await bucket.page(f"{ROOT}x", "")  # boto3 is loaded.
     deleting = deletes.run(lambda _: None)
+    garbage.settle()
     running = [asyncio.create_task(one) for one in (loop.run(()), deleting, pauses())]
     before_mb, started_s, cpu_s = _memory_mb(), time.monotonic(), time.process_time()
     await lister.list_all(loop)

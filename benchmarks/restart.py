@@ -7,7 +7,6 @@ The journal is read from the disk, as after a loss of power: it is not in the pa
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import random
@@ -27,7 +26,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
-from kvbm_common.service.process import GC_ALLOCATIONS
+from kvbm_common.service.garbage import Garbage
 from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.verbs import StatsReply, verb_subject
 from kvbm_disk_tier.core.core import DiskTierCore
@@ -111,8 +110,7 @@ def _restored_in(directory: Path, policy: str) -> tuple[float, float]:
 
 
 def _restored_once(directory: Path, policy: str) -> tuple[float, float]:
-    gc.freeze()  # As every service does.
-    gc.set_threshold(GC_ALLOCATIONS)
+    Garbage().start()  # As every service does.
     core = DiskTierCore(host=HOST, instance=INSTANCE, epoch=1, policy=policy)
     options = StoreOptions(directory / f"kvbm-{HOST}-{INSTANCE}", 0, BLOCKS)
     store = Store(options)

@@ -36,6 +36,8 @@ class ServiceContext:
     counters: Metrics
     stopping: asyncio.Event
     """Set on SIGTERM and SIGINT, and when another process took this service's place."""
+    settle: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Called when the service is ready: what it has made by then stays."""
     footprint: Footprint = field(default_factory=Footprint)
     """The memory of this process, and what its settings allow it."""
     bounds: Bounds = field(default_factory=Bounds)
@@ -86,6 +88,7 @@ class ServiceContext:
     def ready(self, description: str) -> None:
         """Tell the starter of the process that it serves now, and where."""
         self._announced = True
+        self.settle()
         self.footprint.log()
         line = f"ready {self.kind} {description}"
         _log.info("%s", line)

@@ -7,7 +7,6 @@ returns soon after `context.stopping` is set. `run` does the rest.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -32,6 +31,7 @@ from kvbm_common.runtime import logs
 from kvbm_common.runtime.metrics import Metrics, metrics_of_counts
 from kvbm_common.service import admin_verbs
 from kvbm_common.service.context import ServiceContext
+from kvbm_common.service.garbage import Garbage
 from kvbm_common.service.http_port import http_port
 from kvbm_common.tier.name_history import FACTORS_BYTES, set_factors
 
@@ -48,9 +48,6 @@ EXIT_DEADLINE_S = 4.0
 
 BAD_SETTINGS = 2
 """The exit code of a service whose settings are wrong: another try would end the same."""
-
-GC_ALLOCATIONS = 50_000
-"""Python's 700 made pauses of milliseconds under load; cores make no cycles of their own."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,9 +71,6 @@ def run(
         print(f"kvbm: {error}", file=sys.stderr)
         sys.exit(BAD_SETTINGS if isinstance(error, ConfigError) else 1)
     set_factors(os.urandom(FACTORS_BYTES))
-    # What start-up has made stays: the collector need not look at it again, and looks less often.
-    gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS)
     logs.set_up(f"{kind}-{settings.instance}", settings.log_level, settings.log_format)
     for warning in settings.warnings:
         _log.warning("%s", warning)
@@ -104,12 +98,27 @@ async def _run_until_signal(kind: str, main: Main, settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop)
-    return await serve(kind, main, settings, stopping)
+    garbage = Garbage()
+    garbage.start()
+    walking = asyncio.create_task(garbage.run(), name="garbage")
+    try:
+        return await serve(kind, main, settings, stopping, garbage.settle)
+    finally:
+        walking.cancel()
 
 
-async def serve(kind: str, main: Main, settings: Settings, stopping: asyncio.Event) -> int:
-    """Run one life of a service in this event loop; return the exit code."""
-    life = asyncio.create_task(_live(kind, main, settings, stopping), name=kind)
+async def serve(
+    kind: str,
+    main: Main,
+    settings: Settings,
+    stopping: asyncio.Event,
+    settle: Callable[[], None] = lambda: None,
+) -> int:
+    """Run one life of a service in this event loop; return the exit code.
+
+    `settle` is called when the service is ready.
+    """
+    life = asyncio.create_task(_live(kind, main, settings, stopping, settle), name=kind)
     stop = asyncio.create_task(stopping.wait(), name="stopping")
     await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
@@ -137,12 +146,18 @@ class _Standing:
         return self.context.unready_reasons()
 
 
-async def _live(kind: str, main: Main, settings: Settings, stopping: asyncio.Event) -> int:
+async def _live(
+    kind: str,
+    main: Main,
+    settings: Settings,
+    stopping: asyncio.Event,
+    settle: Callable[[], None],
+) -> int:
     counters = Metrics()
     standing = _Standing()
     try:
         async with http_port(settings, counters.collect, standing.unready_reasons):
-            return await _live_on_bus(kind, main, settings, stopping, counters, standing)
+            return await _live_on_bus(kind, main, settings, stopping, counters, standing, settle)
     except ConfigError as error:
         _log.error("%s: %s", kind, error)
         return BAD_SETTINGS
@@ -155,6 +170,7 @@ async def _live_on_bus(
     stopping: asyncio.Event,
     counters: Metrics,
     standing: _Standing,
+    settle: Callable[[], None],
 ) -> int:
     name = f"kvbm-{kind}-{settings.host}-{settings.instance}"
     bus = await _connect(nats_access(settings, kind), name, counters, stopping)
@@ -174,6 +190,7 @@ async def _live_on_bus(
             registration=registration,
             counters=counters,
             stopping=stopping,
+            settle=settle,
         )
         counters.include(context.footprint.collect)
         counters.include(context.bounds.collect)

@@ -1,0 +1,106 @@
+"""The collector of a service: what it leaves out, and what it finds in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from kvbm_common.service.garbage import Garbage
+
+from tests.waiting import wait_until
+
+ENTRIES = 1_000_000
+
+
+class Node:
+    """A cycle of one object."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def threshold() -> Iterator[None]:
+    """Leave Python's collector as it was."""
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def garbage_of(long_s: float = 0.0) -> Garbage:
+    garbage = Garbage(long_s=long_s, grown=100, look_s=0.01)
+    garbage.start()
+    return garbage
+
+
+def entries_walked() -> int:
+    """Count the entries of all lists that a full collection walks."""
+    return sum(len(one) for one in gc.get_objects() if isinstance(one, list))
+
+
+def test_what_there_is_when_a_service_is_ready_is_walked_no_more(threshold: None) -> None:
+    """Goal: a table's columns, however they grow afterwards, are no part of any collection."""
+    garbage = garbage_of(long_s=60)
+    try:
+        column = [b"name"] * ENTRIES
+        assert entries_walked() >= ENTRIES
+        garbage.settle()
+        column += [b"name"] * ENTRIES
+        assert entries_walked() < ENTRIES
+    finally:
+        garbage.end()
+    assert entries_walked() >= 2 * ENTRIES
+
+
+def test_what_a_long_collection_has_left_is_walked_no_more(threshold: None) -> None:
+    """Goal: a table that is made while a service runs takes one long collection, not each."""
+    garbage = garbage_of()
+    try:
+        column = [b"name"] * ENTRIES
+        gc.collect(0)
+        assert entries_walked() < ENTRIES
+        assert len(column) == ENTRIES
+    finally:
+        garbage.end()
+
+
+async def test_a_frozen_cycle_is_collected_in_the_end(threshold: None) -> None:
+    """Goal: garbage of frozen objects is bounded: a walk over all comes when enough has grown."""
+    garbage = garbage_of()
+    running = asyncio.create_task(garbage.run())
+    try:
+        nodes = [Node() for _ in range(1_000)]
+        last = weakref.ref(nodes[-1])
+        gc.collect(0)
+        nodes.clear()
+        gc.collect()
+        assert last() is not None
+        assert garbage.is_due()
+        await wait_until(lambda: last() is None)
+        assert not garbage.is_due()
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        garbage.end()
+
+
+def test_few_cycles_at_a_time_are_bounded_too(threshold: None) -> None:
+    """Goal: cycles die in each round, a collection freezes them, and their number stays bounded."""
+    garbage, most, there = garbage_of(), 0, weakref.WeakSet[Node]()
+    try:
+        for _ in range(50):
+            nodes = [Node() for _ in range(20)]
+            there.update(nodes)
+            gc.collect(0)
+            del nodes
+            if garbage.is_due():
+                garbage.walk()
+            most = max(most, len(there))
+        assert 20 <= most <= 100 + 2 * 20
+    finally:
+        garbage.end()
