@@ -213,7 +213,10 @@ class CoreLoop(Generic[Input, Effect]):
         An input may be a batch of many events.
         """
         until_ms, in_flight_before = self._now_ms() + BURST_MS, self._in_flight
-        for _ in range(BURST_MAX):
+        for count in range(BURST_MAX):
+            now_ms = self._now_ms()
+            if count and now_ms >= until_ms:
+                break
             if self._completions:
                 event = self._completions.popleft()
             elif self._offers:
@@ -226,10 +229,9 @@ class CoreLoop(Generic[Input, Effect]):
                     continue
                 self._wake.clear()
                 break
-            now_ms = self._now_ms()
             for effect in self.core.step(event, now_ms):
                 self._start(effect, tasks)
-            if now_ms >= until_ms or self._in_flight > in_flight_before:
+            if self._in_flight > in_flight_before:
                 break
         if self._in_flight == 0 and self.depth == 0:
             self._idle.set()

@@ -183,6 +183,28 @@ async def test_slow_steps_leave_turns_to_others_after_a_few_milliseconds() -> No
     assert longest <= BURST_MS
 
 
+async def test_a_step_that_takes_long_is_followed_by_a_turn_of_others() -> None:
+    """Goal: two steps of 10 ms, one after the other, are no pause of 20 ms."""
+    core, passed_ms = Recorder(), [0]
+
+    class Slow:
+        def step(self, event: str, now_ms: int, /) -> Sequence[str]:
+            passed_ms[0] += 10
+            return core.step(event, now_ms)
+
+    loop: CoreLoop[str, str] = CoreLoop(
+        Slow(), lambda _: None, inbox_size=100, now_ms=lambda: passed_ms[0]
+    )
+    for number in range(20):
+        assert loop.offer_nowait(str(number))
+    seen: list[int] = []
+    async with running(loop):
+        while len(core.seen) < 20:
+            seen.append(len(core.seen))
+            await asyncio.sleep(0)
+    assert seen == list(range(20))
+
+
 async def test_what_a_step_asks_for_leaves_before_the_next_step() -> None:
     """Goal: a request to another service does not wait for other inputs.
 
