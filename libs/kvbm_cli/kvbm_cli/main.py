@@ -249,7 +249,9 @@ def _up_command() -> Callable[..., None]:
 
     def up(
         nats: str = typer.Option("", help="Use this NATS instead of starting one, e.g. nats://…"),
-        only: str = typer.Option("", help="Comma-separated kinds to start instead of all."),
+        only: str | None = typer.Option(
+            None, help="Comma-separated kinds to start instead of all."
+        ),
     ) -> None:
         """Start the whole stack on this machine, in the foreground."""
         from kvbm_common.runtime import logs
@@ -257,7 +259,7 @@ def _up_command() -> Callable[..., None]:
         from kvbm_cli import stack
 
         logs.set_up("kvbm-up", "info")
-        kinds = _kinds_of(only) or stack.SERVICES
+        kinds = stack.SERVICES if only is None else _kinds_of(only)
         whole = _settings_or_exit(
             lambda: stack.Stack(nats_url=nats or None, services=kinds, restart=True)
         )
@@ -272,10 +274,10 @@ def _up_command() -> Callable[..., None]:
 
 
 def _kinds_of(text: str) -> list[str]:
-    """Return the kinds of services in a text; exits with 2 for an unknown one."""
+    """Return the kinds of services in a text; exits with 2 for an unknown one, and for none."""
     kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
     known = entry_points(group=SERVICES).names
-    for kind in kinds:
+    for kind in kinds or [text]:
         if kind not in known:
             accepted = f"kinds of services: {', '.join(sorted(known))}"
             exit_with(f"kvbm: {ConfigError('--only', kind, accepted)}", WRONG)

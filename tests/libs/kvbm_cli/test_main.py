@@ -129,6 +129,14 @@ async def test_unknown_service_is_refused() -> None:
     assert "there are consolidator, disk-tier, host-tier, index, metrics" in errors
 
 
+@pytest.mark.parametrize("kinds", ["", " , ", "indx", "index,indx"])
+async def test_up_needs_kinds_that_it_knows(kinds: str) -> None:
+    """Goal: `--only "$KINDS"` with an empty variable does not start everything."""
+    code, _, errors = await call("up", "--only", kinds)
+    assert code == 2
+    assert "accepts kinds of services: consolidator, disk-tier, host-tier, index," in errors
+
+
 async def test_broken_command_does_not_break_the_others(tmp_path: Path) -> None:
     """Goal: a package that cannot be imported only loses its own command."""
     information = tmp_path / "kvbm_broken-0.1.dist-info"

@@ -204,7 +204,7 @@ def test_a_user_without_a_home_must_say_where_state_goes(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "getuid", lambda: max(numbers) + 1)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    with pytest.raises(ConfigError, match="KVBM_STATE_DIR.*default needs a HOME"):
+    with pytest.raises(ConfigError, match=r"KVBM_STATE_DIR.*default needs a HOME"):
         load()
     assert load(KVBM_STATE_DIR="/state").state_dir == Path("/state")
 
