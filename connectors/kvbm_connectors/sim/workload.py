@@ -116,12 +116,19 @@ class BlockIds(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, line_type: type[Line], *, requests: int | None = None) -> list[Line]:
-    """Return the first requests of a trace, or all. Raises BadTrace, which names the line."""
+    """Return the first requests of a trace, or all. Raises BadTrace, which names the line.
+
+    Empty lines at its end are none of it.
+    """
     decoder = msgspec.json.Decoder(line_type)
     found: list[Line] = []
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(itertools.islice(lines, requests), start=1):
+                if line.isspace():
+                    continue
+                if len(found) < number - 1:
+                    raise BadTrace(f"{path}, line {len(found) + 1} is empty, and others follow")
                 try:
                     found.append(decoder.decode(line))
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

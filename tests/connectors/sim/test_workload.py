@@ -88,7 +88,7 @@ def test_a_trace_is_read_in_its_order(tmp_path: Path) -> None:
     ("line", "named"),
     [
         (b"no json", "malformed"),
-        (b"", "truncated"),
+        (b"", "is empty"),
         (b"[1, 2]", "object"),
         ({key: GOOD[key] for key in GOOD if key != "hash_ids"}, "hash_ids"),
         (GOOD | {"input_length": "long"}, "input_length"),
@@ -111,6 +111,12 @@ def test_a_bad_line_is_named_with_its_field(tmp_path: Path, line: object, named:
     assert named in str(caught.value)
     assert caught.value.code == "bad_trace"
     assert len(list(trace(path, requests=1))) == 1
+
+
+def test_empty_lines_at_its_end_are_no_part_of_a_trace(tmp_path: Path) -> None:
+    """An editor or `cat` leaves them."""
+    path = written(tmp_path / "trace.jsonl", GOOD, GOOD, b"", b" \r")
+    assert len(list(trace(path, requests=10))) == 2
 
 
 def test_a_trace_that_is_not_there_says_so(tmp_path: Path) -> None:
