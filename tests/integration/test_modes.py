@@ -184,19 +184,24 @@ async def _have_finished(run: Running, count: int) -> bool:
     return len(run.finished) >= count
 
 
-def test_figures_into_a_missing_directory_fail_before_the_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(tmp_path / "no" / "x")]
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("no/x", "No such file or directory"),
+        (".", "Is a directory"),
+        ("/proc/x", "No such file or directory"),
+        ("fifo", "No such device or address"),
+    ],
+)
+def test_figures_that_cannot_be_written_fail_before_the_run(
+    place: str, reason: str, tmp_path: Path
+) -> None:
+    """A pipe that nobody reads, and where root may write everything, included."""
+    os.mkfifo(tmp_path / "fifo")
+    command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(tmp_path / place)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "--json" in done.stderr
-    assert "the stack is up" not in done.stdout
-
-
-def test_figures_onto_a_directory_fail_before_the_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert f"{tmp_path} is a directory" in done.stderr
+    assert f"--json: '{tmp_path / place}' cannot be written: {reason}" in done.stderr
     assert "the stack is up" not in done.stdout
 
 

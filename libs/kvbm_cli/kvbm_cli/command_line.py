@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 from kvbm_common.errors import ConfigError, KvbmError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import typer
 
 REFUSED, WRONG = 1, 2
@@ -81,6 +83,25 @@ def require_text(arguments: list[str]) -> None:
             name, text = (option, value) if is_option else (before, argument)
             exit_with(f"kvbm: {ConfigError(name, text, 'text, as UTF-8')}", WRONG)
         before = option if is_option else before if number else f"kvbm {argument}"
+
+
+def require_writable(path: Path, *, option: str) -> None:
+    """Refuse a file that could not be written after minutes of work; raises BadParameter.
+
+    Only to write nothing tells: root may open what is in `/proc`.
+    """
+    import typer
+
+    is_new = not os.path.lexists(path)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # A pipe without a reader fails.
+    try:
+        with open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
+            file.write(b"")
+    except OSError as error:
+        text = f"'{path}' cannot be written: {error.strerror}"
+        raise typer.BadParameter(text, param_hint=option) from error
+    if is_new:
+        path.unlink()
 
 
 def take_shell(arguments: list[str]) -> None:

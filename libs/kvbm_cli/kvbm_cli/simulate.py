@@ -15,7 +15,7 @@ from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.eviction import POLICIES, make_policy
 from kvbm_connectors.sim.workload import BlockIds, read_trace
 
-from kvbm_cli.command_line import code_of, exit_with
+from kvbm_cli.command_line import code_of, exit_with, require_writable
 from kvbm_cli.replay import Requests, bound_of, hits_of, requests_of
 
 COLUMNS = ("capacity", "of distinct", "policy", "hit rate", "bound", "to bound", "µs/block")
@@ -63,11 +63,7 @@ def simulate(
     if not os.path.isfile(trace):  # Unlike Path.is_file it takes any name.
         raise typer.BadParameter(f"file '{trace}' does not exist", param_hint="--trace")
     if json is not None:
-        try:
-            json.open("ab").close()  # Now, and not after minutes of work.
-        except OSError as error:
-            text = f"'{json}' cannot be written: {error.strerror}"
-            raise typer.BadParameter(text, param_hint="--json") from error
+        require_writable(json, option="--json")
     try:
         policies = [name.strip() for name in policy.split(",")]
         for name in policies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import errno
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer
@@ -51,6 +52,14 @@ def test_an_error_is_one_line_and_a_code(
 ) -> None:
     assert ended(raising(error)) == code
     assert capsys.readouterr().err == (f"{said}\n" if said else "")
+
+
+def test_a_file_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    """Goal: a run that fails later leaves no empty file, and none that was there is touched."""
+    command_line.require_writable(tmp_path / "new", option="--json")
+    (tmp_path / "old").write_text("figures")
+    command_line.require_writable(tmp_path / "old", option="--json")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "figures")]
 
 
 def test_a_line_that_is_done_ends_with_0() -> None:

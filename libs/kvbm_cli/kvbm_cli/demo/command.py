@@ -6,7 +6,6 @@ import asyncio
 import functools
 import itertools
 import math
-import os
 import random
 import signal
 import sys
@@ -29,7 +28,7 @@ from kvbm_connectors.sim.driver import STOP_DEADLINE_S as ENGINE_STOP_DEADLINE_S
 from kvbm_connectors.sim.driver import EngineHandle, run_turns, stop_all
 from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
 
-from kvbm_cli.command_line import one_line
+from kvbm_cli.command_line import one_line, require_writable
 from kvbm_cli.demo.attached import AttachedStack
 from kvbm_cli.demo.check import (
     StackView,
@@ -141,7 +140,7 @@ def demo(
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter("must be cpu or cuda", param_hint="--device")
     if json is not None:
-        _require_place(json)
+        require_writable(json, option="--json")
     options = DemoOptions(
         requests=requests,
         engines=engines,
@@ -169,16 +168,6 @@ def demo(
     if json is not None:
         _write(json, report)
     sys.exit(0 if report.passed else 1)
-
-
-def _require_place(json: Path) -> None:
-    """Refuse a file that could not be written at the end; raises BadParameter."""
-    if not json.parent.is_dir():
-        raise typer.BadParameter(f"{json.parent} is no directory", param_hint="--json")
-    if json.is_dir():
-        raise typer.BadParameter(f"{json} is a directory", param_hint="--json")
-    if not os.access(json if json.exists() else json.parent, os.W_OK):
-        raise typer.BadParameter(f"{json} cannot be written", param_hint="--json")
 
 
 def _write(json: Path, report: Report) -> None:
