@@ -237,7 +237,8 @@ class Store:
         self, names: tuple[SequenceHash, ...], give_up_s: float = math.inf
     ) -> tuple[Held, int]:
         """Return a lookup of these pages, and how many it has found: that of `find` where it has
-        all of them, or a new one. One without a page is given back."""
+        all of them, or a new one. Both have one deadline. One without a page is given back."""
+        give_up_s = min(give_up_s, time.monotonic() + self._onboard_deadline_ms / 1000)
         held = self._held.take(names)
         if held is not None:
             at_once = self._look_up(held)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from kvbm_connectors.core.messages import OfferRun
+from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.core.messages import Hit, OfferRun
 from kvbm_connectors.sglang import options as options_module
 from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang import store as store_module
@@ -53,6 +55,40 @@ def test_a_question_for_states_waits_for_one_deadline(
         os.kill(pid, signal.SIGCONT)
     assert (hits.pages, hits.by_pool) == (0, {"kv": COUNT})
     assert storage.all_counts()["mamba.lookups_unanswered"] == 1
+
+
+def test_a_second_question_of_a_load_has_the_time_that_the_first_has_left(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a load waits for one deadline, where pages are evicted while it waits.
+
+    1. `exists` leaves its question to the load. 2. It is answered late, and in part. 3. The load
+    asks again, and waits for no longer than is left.
+    """
+    pool, keys, passed_s = Pool(), keys_of("in part", COUNT), 0.0
+    storage = attach(pool, extra={"onboard_deadline_ms": 5_000})
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    assert storage.exists(keys) == COUNT
+    asked: dict[str, list[int | None]] = {}
+
+    def lookup(_half: Any, request: str, _names: Any, **named: Any) -> Hit | None:
+        nonlocal passed_s
+        is_second = bool(asked) and request not in asked
+        asked.setdefault(request, []).append(named["onboard_deadline_ms"])
+        if is_second:
+            return Hit(0, reason="not_stored")
+        if len(asked[request]) < 3:
+            return None
+        passed_s = 4.0
+        return Hit(COUNT - 1)
+
+    clock = types.SimpleNamespace(monotonic=lambda: passed_s)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "time", clock)
+        patch.setattr(SchedulerHalf, "lookup", lookup)
+        assert storage.get(keys, pool.indices(range(COUNT))) == [False] * COUNT
+    _, second = asked.values()
+    assert second == [1_000]
 
 
 @pytest.mark.parametrize("pause_s", [3600.0, 0.0])
