@@ -1,8 +1,8 @@
 """Garbage in a service: Python's collector walks what stays once, not again and again.
 
-A table of a million blocks has columns of a million entries, and a collection that walks them takes
-0.1 s, in which the service serves nothing. So what stays is *frozen*: collections leave it out. An object
-that is frozen still goes when its last reference goes, but a cycle of such objects does not.
+A table of a million blocks has columns of a million entries. A collection that walks them takes
+0.1 s, in which the service serves nothing. So what stays is *frozen*: collections leave it out. An
+object that is frozen still goes when its last reference goes, but a cycle of such objects does not.
 
     when                                            what
     the process starts, or its service is ready     all there is, is frozen

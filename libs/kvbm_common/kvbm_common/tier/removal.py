@@ -21,9 +21,9 @@ import numpy.typing as npt
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slots import SlotTable
 
-REMOVED_MAX = 256
+REMOVED_MAX = 128
 """Blocks that one step removes: some 20 µs each, with what is announced of them."""
-LOOKED_MAX = 4_096
+LOOKED_MAX = 2_048
 """Slots that one step looks at: two microseconds each."""
 CLIMBS_PER_LOOK = 32
 """Pointers that climb in the time in which one slot is looked at."""

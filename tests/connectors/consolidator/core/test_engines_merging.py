@@ -112,7 +112,7 @@ def test_long_events_are_cut() -> None:
         for event in harness.events
         if isinstance(event, Stored)
     ]
-    assert sizes == [4096, 904]
+    assert sizes == [2048, 2048, 904]
     runs = [run for event in harness.events if isinstance(event, Stored) for run in event.runs]
     assert all(before.hashes[-1] == after.parent for before, after in pairwise(runs))
     harness.batch(1, removed(*stored(tokens).block_hashes))
