@@ -15,7 +15,7 @@ import msgspec
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
 from kvbm_common.identity import hashes_from_hex
 from kvbm_common.nats.event_publisher import EventPublisher
-from kvbm_common.nats.snapshots import SnapshotPages, ask_snapshot
+from kvbm_common.nats.snapshots import SnapshotPages, ask_snapshot, shed
 from kvbm_common.registry.records import Left, RegistryEvent
 from kvbm_common.runtime import logs
 from kvbm_common.runtime.logs import OncePerKind
@@ -152,8 +152,11 @@ class TierShell:
         own = {"fill": self._fill, "snapshot": self._snapshot, "fates": self._fates}
         await context.add_verbs(own | tier_verbs(context.kind, self._admin, context.audit))
         first = list(self._core.start())
-        if recovered is not None:  # Ready is who has it in its tables.
-            first += self._core.step(recovered, monotonic_ms())
+        first += self._core.step(recovered, monotonic_ms()) if recovered is not None else ()
+        blocks = len(recovered.replay.blocks) if isinstance(recovered, StoreOpened) else 0
+        problem = recovered.reason if isinstance(recovered, StoreFailed) else ""
+        found = f"not used: {problem}" if problem else f"with {blocks} blocks"
+        del recovered  # 185 bytes a block, which the core needs until all are announced.
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._loop.run(first), name="core"),
@@ -162,9 +165,6 @@ class TierShell:
                 tasks.create_task(self._medium.run(self._loop), name="medium"),
             ]
             forget = context.registry.watch(self._registry_changed)
-            blocks = len(recovered.replay.blocks) if isinstance(recovered, StoreOpened) else 0
-            problem = recovered.reason if isinstance(recovered, StoreFailed) else ""
-            found = f"not used: {problem}" if problem else f"with {blocks} blocks"
             context.ready(f"{self._medium.where} {found}")
             await context.stopping.wait()
             forget()
@@ -341,6 +341,7 @@ class TierShell:
             return HostSnapshotFailed(instance)
         for piece in pieces_of(reply):
             await hand_in(self._loop, HostSnapshot(instance, piece), self._log, "a snapshot")
+        await shed(reply)
         return None
 
     async def _lease(self, effect: LeaseHost) -> Leased | LeaseFailed:

@@ -13,7 +13,7 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.consumers import Resume, Start
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import EventSubscription
-from kvbm_common.nats.snapshots import ask_snapshot
+from kvbm_common.nats.snapshots import ask_snapshot, shed
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
@@ -289,6 +289,7 @@ class IndexShell:
         loader = SnapshotLoader(reply)
         while not loader.go_on():
             await _let_others_run()
+        await shed(reply)
         return SnapshotReceived(loader)
 
     def _owner_of(self, key: SourceKey) -> tuple[str, str]:

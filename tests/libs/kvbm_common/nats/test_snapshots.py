@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 from kvbm_common.nats.snapshots import (
     KEPT_MAX,
     PAGE_BYTES,
+    SHED_NAMES,
     SnapshotGone,
     SnapshotPages,
     ask_snapshot,
     joined,
     pages_of,
+    shed,
 )
 from kvbm_common.tier.announcer import PAGE_BLOCKS, Announcer, Page, Pages
 from kvbm_common.tier.blocks import Block
@@ -136,6 +140,19 @@ async def test_a_million_blocks_are_of_one_moment_though_the_source_goes_on() ->
     assert len(blocks(reply)) == 1_000_000
     assert 33 <= len(sizes) <= 40
     assert max(sizes) < 1.1 * PAGE_BYTES
+
+
+async def test_the_names_of_a_snapshot_are_freed_some_at_a_time() -> None:
+    """Goal: others run between, whether its runs are long or of one block."""
+    reply = snapshot([1] * 20_000 + [8_000] * 5, namespaces=2)
+    left = [len(blocks(reply))]
+    shedding = asyncio.create_task(shed(reply))
+    while not shedding.done():
+        await asyncio.sleep(0)
+        left.append(sum(len(run.hashes) for part in reply.parts for run in part.runs))
+    await shedding
+    assert max(before - after for before, after in pairwise(left)) <= SHED_NAMES + 8_000
+    assert left[-1] == 0
 
 
 async def test_pages_are_made_when_they_are_asked_for_and_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from kvbm_common.registry.services import ServiceRegistration
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.service.process import serve as serve_service
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX, Announcer
+from kvbm_common.tier.blocks import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.tier.parts import Grid
 from kvbm_common.tier.slots import Block
@@ -401,6 +403,8 @@ async def test_many_blocks_are_served_before_all_are_announced(
         )
         assert sum(len(run.hashes) for part in reply.parts for run in part.runs) == count
         assert reply.seq == len(host.events)
+        columns = [one for one in gc.get_objects() if isinstance(one, BlockColumns)]
+        assert max(map(len, columns), default=0) == 0, "what was read of the journal is kept"
 
 
 async def test_sealed_blocks_come_back_as_well(
