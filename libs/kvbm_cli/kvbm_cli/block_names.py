@@ -12,14 +12,20 @@ SHOWN = 64
 """Characters of a wrong hash that an error repeats."""
 
 
-def whole(api: Client, name: str, field: str) -> str:
-    """Return the whole hash of the block that is meant; raises ConfigError, NoSuchBlock."""
+def readable(name: str, field: str) -> str:
+    """Return a hash, or its first digits, in lower case; raises ConfigError for another text."""
     name = name.lower()
-    if is_whole(name):
-        return name
-    if not is_beginning(name):
+    if not (is_whole(name) or is_beginning(name)):
         accepted = f"32 hex digits, or the first {DIGITS_MIN} or more of a hash"
         raise ConfigError(field, name[:SHOWN], accepted)
+    return name
+
+
+def whole(api: Client, name: str, field: str) -> str:
+    """Return the whole hash of the block that is meant; raises ConfigError, NoSuchBlock."""
+    name = readable(name, field)
+    if is_whole(name):
+        return name
     return only_one(name, api.get("/v1/blocks", prefix=name)["hashes"], field)
 
 

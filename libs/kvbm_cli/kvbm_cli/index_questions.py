@@ -21,6 +21,7 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.verbs import verb_subject
 
 from kvbm_cli.asking import cells_of, print_cells
+from kvbm_cli.block_names import readable
 from kvbm_cli.command_line import WRONG, code_of, exit_with
 
 QUESTIONS = ("match", "score", "route", "where", "holders")
@@ -74,11 +75,14 @@ def request_of(
     lora: str = "",
     weights: str = "",
 ) -> dict[str, Any]:
-    """Build the request as it travels; raises ValueError for what cannot be read."""
+    """Build the request as it travels; raises ValueError, ConfigError for what cannot be read."""
     if question not in QUESTIONS:
         raise ValueError(f"no question {question!r}; there are {', '.join(QUESTIONS)}")
     if question == "holders":
         return {}
+    for option, text in (("--namespace", namespace), ("--salt", salt), ("--lora", lora)):
+        if text and not tokens:
+            raise ValueError(f"{option} needs --tokens beside it: hashes say what it would")
     if tokens:
         request = {
             "tokens": _json_of("--tokens", tokens if tokens[0] == "@" else f"[{tokens}]"),
@@ -88,8 +92,10 @@ def request_of(
         }
         if hashes:
             raise ValueError("give hashes of blocks or --tokens, not both")
+    elif not hashes:
+        raise ValueError(f"{question} needs hashes of blocks, or --tokens with --namespace")
     else:
-        request = {"hashes": [name.lower() for name in hashes]}
+        request = {"hashes": [readable(name, "hash") for name in hashes]}
     if question in ("score", "route") and weights:
         request["weights"] = _weights_of(weights)
     return request

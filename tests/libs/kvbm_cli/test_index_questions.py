@@ -75,7 +75,12 @@ async def test_questions_are_answered(nats_url: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("holding")
 async def test_refusals_name_the_field(nats_url: str) -> None:
     code, _, errors = await kvbm(nats_url, "match", "x" * 32)
-    assert (code, "hex" in errors) == (1, True)
+    assert (code, errors) == (
+        2, f"kvbm: hash is '{'x' * 32}', but accepts 32 hex digits, or the first 4 or more of a "
+        "hash\n",
+    )  # fmt: skip
+    code, _, errors = await kvbm(nats_url, "match", "abc")
+    assert (code, "hash is 'abc', but accepts 32 hex digits" in errors) == (2, True)
 
 
 def test_what_cannot_be_read_is_refused() -> None:
@@ -87,13 +92,18 @@ def test_what_cannot_be_read_is_refused() -> None:
     ):
         with pytest.raises((ValueError, OSError)):
             request_of(question, [], **options)
+    for options in ({}, {"weights": "host=1"}):
+        with pytest.raises(ValueError, match="route needs hashes of blocks, or --tokens"):
+            request_of("route", [], **options)
+    with pytest.raises(ValueError, match="--salt needs --tokens beside it"):
+        request_of("match", ["00" * 16], salt="blue")
     with pytest.raises(ValueError, match="not both"):
         request_of("match", ["00"], tokens="1")
 
 
 def test_requests_are_what_the_wire_wants() -> None:
-    assert request_of("score", ["ab"], weights="device=1,host=0.5") == {
-        "hashes": ["ab"], "weights": {"device": 1.0, "host": 0.5},
+    assert request_of("score", ["ABcd"], weights="device=1,host=0.5") == {
+        "hashes": ["abcd"], "weights": {"device": 1.0, "host": 0.5},
     }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from itertools import combinations
 from pathlib import Path
 
@@ -105,6 +107,16 @@ def test_simulate_prints_and_writes(trace: Path, tmp_path: Path) -> None:
     for row in rows.values():
         assert row["distance"] == pytest.approx(row["bound"] - row["hit_rate"], abs=2e-6)
         assert f"{row['hit_rate']:.2%}" in output
+
+
+def test_simulate_reads_a_pipe(tmp_path: Path) -> None:
+    """As of `--trace <(zcat trace.gz)`, which is read once."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    writer = threading.Thread(target=pipe.write_text, args=('{"hash_ids": [1, 2]}\n',))
+    writer.start()
+    code, output = simulate("--trace", str(pipe), "--capacity", "1", "--policy", "lru")
+    writer.join(60)
+    assert (code, "2 blocks asked for" in output) == (0, True)
 
 
 def test_simulate_refuses(trace: Path, tmp_path: Path) -> None:

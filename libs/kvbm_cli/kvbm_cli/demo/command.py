@@ -137,6 +137,9 @@ def demo(
             raise typer.BadParameter(text, param_hint=name)
     if host_gb == 0 and disk_gb == 0:
         raise typer.BadParameter("one tier must have a size", param_hint="--host-gb")
+    if trace is not None and not trace.is_file():  # A pipe is empty after the first time.
+        text = f"'{trace}' is no regular file, and is read more than once"
+        raise typer.BadParameter(text, param_hint="--trace")
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter("must be cpu or cuda", param_hint="--device")
     if json is not None:

@@ -20,7 +20,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     code = "from kvbm_cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, "demo", *options],
-        capture_output=True, text=True, timeout=START_DEADLINE_S,
+        capture_output=True, text=True, timeout=START_DEADLINE_S, input="",
     )  # fmt: skip
 
 
@@ -46,6 +46,13 @@ def test_a_trace_without_requests_is_an_error(tmp_path: Path) -> None:
     done = demo("--trace", str(trace))
     assert done.returncode == 1, done
     assert "empty.jsonl has no request" in done.stdout
+
+
+def test_a_trace_in_a_pipe_is_refused() -> None:
+    """Goal: nothing passes unchecked: a pipe is read once, and the demo reads its trace again."""
+    done = demo("--trace", "/dev/stdin")
+    assert done.returncode == 2, done
+    assert "'/dev/stdin' is no regular file, and is read more than once" in done.stderr
 
 
 @pytest.mark.parametrize(
