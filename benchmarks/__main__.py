@@ -19,7 +19,7 @@ NAMES = (
 ON_DEMAND = (
     *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste", "idle"),
     *("secured", "load_or_compute", "route", "step", "registry", "fleet", "peers", "multi_round"),
-    *("hints", "resume", "pauses"),
+    *("hints", "resume", "pauses", "memory"),
 )
 """Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
 bench-disk`, `make bench-scale`, `make bench-objects`, `make bench-idle`, `make bench-step`, `make

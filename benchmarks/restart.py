@@ -27,6 +27,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.service.garbage import Garbage
+from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX
 from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.verbs import StatsReply, verb_subject
 from kvbm_disk_tier.core.core import DiskTierCore
@@ -54,7 +55,7 @@ def run() -> list[Row]:
     """Medians."""
     journal = journal_of(BLOCKS)
     rows: list[Row] = []
-    with _store(journal) as directory:
+    with store_of(journal, BLOCKS) as directory:
         for policy in POLICIES:
             ready_s, announced_s = _restored_in(directory, policy)
             what = f"{BLOCKS:,} blocks, from the journal's file to ready, {policy}"
@@ -63,7 +64,7 @@ def run() -> list[Row]:
                 what = "from ready to the last announcement made, without those who hear it"
                 rows.append(info_row(what, announced_s, unit="s"))
     for what, data in (("no block", b""), (f"{BLOCKS:,} blocks", journal)):
-        with _store(data) as directory:
+        with store_of(data, BLOCKS) as directory:
             ready_s, announced_s = asyncio.run(_process(directory, BLOCKS if data else 0))
         rows.append(info_row(f"a process's start to ready, {what} in the store", ready_s, unit="s"))
     what = "the same process, from ready to the last announcement"
@@ -85,16 +86,16 @@ def journal_of(blocks: int) -> bytes:
 
 
 @contextmanager
-def _store(journal: bytes) -> Iterator[Path]:
+def store_of(journal: bytes, blocks: int) -> Iterator[Path]:
     """A directory as DYN_KVBM_DISK_CACHE_DIR, with the store of a former life."""
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-", ignore_cleanup_errors=True) as root:
         store = Path(root) / f"kvbm-{HOST}-{INSTANCE}"
         store.mkdir()
-        header = Header.of(SLOT_BYTES, BLOCKS, "")
+        header = Header.of(SLOT_BYTES, blocks, "")
         (store / "header").write_bytes(msgspec.json.encode(header))
         (store / "journal").write_bytes(journal)
         with (store / "slots").open("wb") as slots:
-            slots.truncate(SLOT_BYTES * BLOCKS)
+            slots.truncate(SLOT_BYTES * blocks)
         yield Path(root)
 
 
@@ -165,7 +166,7 @@ async def _process(directory: Path, blocks: int) -> tuple[float, float]:
 async def _wait_announced(bus: Bus, blocks: int) -> None:
     """Until it has made the events of all its blocks. All but the last have arrived by then."""
     subject = verb_subject("disk-tier", "stats", host=HOST, instance=INSTANCE)
-    events = 1 + -(-blocks // 4096)
+    events = 1 + -(-blocks // EVENT_BLOCKS_MAX)
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
