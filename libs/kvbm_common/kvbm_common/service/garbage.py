@@ -8,9 +8,9 @@ object that is frozen still goes when its last reference goes, but a cycle of su
     the process starts, or its service is ready     all there is, is frozen
     a collection has taken LONG_S                   what it has left is frozen
     GROWN more objects are frozen than after the    all is walked, once, in a second in which the
-    last walk over all                              service does nothing, or after BUSY_S
+    last walk over all, and GROWN_PART of them      service does nothing, or after BUSY_S
 
-GROWN bounds the memory of cycles: each of their objects counts as one more that is frozen.
+Both bound the memory of cycles: each of their objects counts as one more that is frozen.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ LONG_S = 0.003
 """Processor time of a collection whose survivors are frozen."""
 GROWN = 50_000
 """Frozen objects that may be garbage: 25 MB at 500 bytes each."""
+GROWN_PART = 0.25
+"""Part of the frozen objects likewise, as Python has it: a table that fills is walked few times."""
 LOOK_S = 30.0
 """The pause between two looks at how much is frozen."""
 IDLE_PART = 0.1
@@ -41,9 +43,15 @@ class Garbage:
     """The collector of this process, from `start` to `end`."""
 
     def __init__(
-        self, *, long_s: float = LONG_S, grown: int = GROWN, look_s: float = LOOK_S
+        self,
+        *,
+        long_s: float = LONG_S,
+        grown: int = GROWN,
+        grown_part: float = GROWN_PART,
+        look_s: float = LOOK_S,
     ) -> None:
-        self._long_s, self._grown, self._look_s = long_s, grown, look_s
+        self._long_s, self._look_s = long_s, look_s
+        self._grown, self._grown_part = grown, grown_part
         self._started_s = 0.0
         self._frozen = 0
         """Objects that were frozen after the last walk over all."""
@@ -66,7 +74,8 @@ class Garbage:
 
     def is_due(self) -> bool:
         """Return whether so much was frozen since the last walk that some may be garbage."""
-        return gc.get_freeze_count() > self._frozen + self._grown
+        grown = max(self._grown, self._grown_part * self._frozen)
+        return gc.get_freeze_count() > self._frozen + grown
 
     def walk(self) -> None:
         """Collect all garbage, also of what is frozen, and freeze the rest."""
