@@ -60,7 +60,7 @@ def simulate(
     json: Path | None = typer.Option(None, dir_okay=False, help="Write the figures here."),  # noqa: B008
 ) -> None:
     """Replay a trace through the tiers' eviction policies; hit rates beside the best possible."""
-    if not os.path.exists(trace):  # Unlike Path.exists it takes any name.
+    if not os.path.exists(trace) or os.path.isdir(trace):  # Unlike Path's they take any name.
         raise typer.BadParameter(f"file '{trace}' does not exist", param_hint="--trace")
     if json is not None:
         require_writable(json, option="--json")
