@@ -28,7 +28,10 @@ from kvbm_connectors.sim.event_stream import engine_hash
 from benchmarks.harness import Row, info_row, percentile, processor_s, rate_row, time_row
 from benchmarks.probe import Probe
 
-BLOCKS_PER_S = 200_000
+STEADY_PER_S = 200_000
+"""Blocks a second while the way of single events is timed."""
+FLOOD_PER_S = 500_000
+"""Blocks a second that the consolidator, NATS and the index are to take on two cores."""
 BLOCKS, ROUNDS = 1_000_000, 3
 """Of each round; before the next one the engine says that it has none any more."""
 CHAIN_BLOCKS = 400
@@ -76,12 +79,13 @@ async def _run() -> list[Row]:
             host = stack.settings.host
             singles = list(_events(probe, SINGLES, blocks=(1, 1), seed=1 << 20))
             rows = await _measure_singles(bus, probe, singles, stack)
-            rounds = []
+            rounds: dict[int, list[_Round]] = {STEADY_PER_S: [], FLOOD_PER_S: []}
             for number in range(ROUNDS):
-                await _clear(bus, probe, host)
                 events = list(_events(probe, BLOCKS, seed=number * BLOCKS))
-                rounds.append(await _measure(bus, probe, events, host))
-            return rows + _rows(rounds)
+                for per_s, measured in rounds.items():
+                    await _clear(bus, probe, host)
+                    measured.append(await _measure(bus, probe, events, host, per_s))
+            return rows + _rows(rounds[STEADY_PER_S], rounds[FLOOD_PER_S])
         finally:
             probe.close()
             await bus.close()
@@ -128,11 +132,11 @@ async def _measure_singles(bus: Bus, probe: Probe, events: list[Sent], stack: St
 
 
 async def flood(bus: Bus, probe: Probe, host: str, count: int) -> int:
-    """Have the engine say so many blocks at the usual rate; return how many the index has of them.
+    """Have the engine say so many blocks at a steady rate; return how many the index has of them.
 
     All of them must arrive.
     """
-    one = await _measure(bus, probe, list(_events(probe, count)), host)
+    one = await _measure(bus, probe, list(_events(probe, count)), host, STEADY_PER_S)
     assert one.held == one.sent, (one.held, one.sent)
     return one.held
 
@@ -144,13 +148,13 @@ async def _clear(bus: Bus, probe: Probe, host: str) -> None:
     assert held == 0, held
 
 
-async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str) -> _Round:
+async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str, per_s: int) -> _Round:
     delays: list[float] = []
     samples: asyncio.Queue[tuple[SequenceHash, float] | None] = asyncio.Queue()
     watching = asyncio.create_task(_watch(bus, samples, delays))
     begun_s, sent, chain, taken = time.perf_counter(), 0, SequenceHash(b""), 0
     for number, (payload, blocks, first) in enumerate(events):
-        pause_s = begun_s + sent / BLOCKS_PER_S - time.perf_counter()
+        pause_s = begun_s + sent / per_s - time.perf_counter()
         if pause_s > AHEAD_S or number % 64 == 0:
             await asyncio.sleep(max(0.0, pause_s))
         probe.events.publish(payload)
@@ -167,17 +171,20 @@ async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str) -> _Ro
     return _Round(sent, held, sent_s, whole_s, percentile(delays, 0.99))
 
 
-def _rows(rounds: list[_Round]) -> list[Row]:
+def _rows(steady: list[_Round], floods: list[_Round]) -> list[Row]:
+    what = "engine's socket → index, 4 to 16 blocks per event"
     return [
-        rate_row("engine's socket → index, 4 to 16 blocks per event",
-                 median(one.sent / one.whole_s for one in rounds) / 1e6,
-                 unit="M blocks/s", target=0.95 * BLOCKS_PER_S / 1e6),
-        info_row("the same, as it was sent", median(one.sent / one.sent_s for one in rounds) / 1e6,
+        rate_row(what, median(one.sent / one.whole_s for one in floods) / 1e6,
+                 unit="M blocks/s", target=FLOOD_PER_S / 1e6),
+        info_row("the same, as it was sent", median(one.sent / one.sent_s for one in floods) / 1e6,
                  unit="M blocks/s"),
-        time_row("blocks that were lost on the way", sum(one.sent - one.held for one in rounds),
-                 unit="blocks", target=0),
-        time_row("from the socket to an answer, p99", median(one.p99_s for one in rounds) * 1e3,
-                 unit="ms", target=200.0),
+        rate_row(f"{what}, {STEADY_PER_S:,} blocks a second",
+                 median(one.sent / one.whole_s for one in steady) / 1e6,
+                 unit="M blocks/s", target=0.95 * STEADY_PER_S / 1e6),
+        time_row("blocks that were lost on the way",
+                 sum(one.sent - one.held for one in steady + floods), unit="blocks", target=0),
+        time_row(f"from the socket to an answer, p99, {STEADY_PER_S:,} blocks a second",
+                 median(one.p99_s for one in steady) * 1e3, unit="ms", target=200.0),
     ]  # fmt: skip
 
 
