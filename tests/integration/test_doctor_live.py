@@ -30,10 +30,10 @@ EXPECTED = {
         "lookups",
         "pinned",
     }
-    | {"hinted"},
+    | {"hinted", "awaited_demotions", "known_runs", "diary"},
     "disk-tier": EVERY
     | {"inbox", "outbox", "outbox_bytes", "departures", "pinned", "waiting_writes"}
-    | {"waiting_reads", "sights", "journal"},
+    | {"waiting_reads", "sights", "journal", "diary"},
     "index": EVERY | {"inbox", "sources", "buffered_events", "event_stream"},
     "consolidator": EVERY
     | {"inbox", "outbox", "outbox_bytes", "consolidated_outbox", "streams", "pending_batches"}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.bounds import Usage
 
 DIARY_ENTRIES_MAX = 20_000
 """Blocks. About 3 MB: minutes of a busy tier, enough for the story of any block in flight."""
@@ -32,11 +33,16 @@ class Diary:
         assert entries_max > 0, f"a diary of {entries_max} blocks"
         self._entries: deque[_Entry] = deque()
         self._entries_max = entries_max
-        self._blocks = 0
+        self._blocks = self._forgotten = 0
 
     def __len__(self) -> int:
         """Return how many entries there are."""
         return len(self._entries)
+
+    def usage(self) -> Usage:
+        """Return how full the diary is. It tells no reach: minutes suffice for a story."""
+        assert self._blocks <= self._entries_max, f"{self._blocks} blocks are in the diary"
+        return Usage(self._blocks, self._entries_max, self._forgotten)
 
     def note(self, now_ms: int, what: str, block: SequenceHash) -> None:
         """Remember that `what` happened to `block`."""
@@ -55,7 +61,9 @@ class Diary:
         self._entries.append(_Entry(now_ms, what, blocks, slots))
         self._blocks += len(blocks)
         while self._blocks > self._entries_max:
-            self._blocks -= len(self._entries.popleft().blocks)
+            forgotten = len(self._entries.popleft().blocks)
+            self._blocks -= forgotten
+            self._forgotten += forgotten
         assert self._blocks >= 0, f"{what}: another entry has changed since it was made"
 
     def entries(self, block: SequenceHash) -> list[tuple[int, str]]:

@@ -67,6 +67,17 @@ BOUNDS: Mapping[str, Bound] = {
     "hinted": Bound(
         "table", "bytes that hints of agents pin", "Shorter ttl, or KVBM_HINT_PIN_PERCENT."
     ),
+    "awaited_demotions": Bound(
+        "queue",
+        "blocks that hints demote before they are here",
+        "Fewer hints at once: beyond it, blocks leave in their turn.",
+    ),
+    "known_runs": Bound(
+        "history",
+        "stretches of prompts that were looked up",
+        "No setting changes it: prompts beyond it are looked up block by block.",
+    ),
+    "diary": Bound("history", "blocks in the stories that a core tells", "No setting changes it."),
     "waiting_writes": Bound(
         "queue",
         "blocks that wait to be written",

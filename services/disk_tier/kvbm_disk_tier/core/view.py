@@ -66,6 +66,7 @@ class View:
                 reads.waiting_count, limits.reads_waiting_max, counts["dropped.fill_busy"]
             ),
             "sights": Usage(len(sights), sights.entries_max),
+            "diary": inventory.diary.usage(),
         }
         if self._core.store.kind.sized and self._core.store.layout is not None:
             usages["journal"] = inventory.journal.usage()

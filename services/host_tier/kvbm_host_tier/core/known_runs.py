@@ -17,6 +17,7 @@ from operator import attrgetter
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.slots import SlotTable
+from kvbm_common.wire.bounds import Usage
 
 _parts_of = attrgetter("parts")
 _OF_ONE_PART = frozenset({1})
@@ -101,6 +102,12 @@ class KnownRuns:
         self._stretch_blocks, self._stretch_bytes = stretch_blocks, HASH_BYTES * stretch_blocks
         self._stretches: dict[bytes, Stretch] = {}
         self._answered: tuple[bytes, Sequence[int], Sequence[Block]] | None = None
+        self._forgotten = 0
+
+    def usage(self) -> Usage:
+        """Return how many stretches are known, and how many made room for newer ones."""
+        assert len(self._stretches) <= STRETCHES_MAX, f"{len(self._stretches)} stretches"
+        return Usage(len(self._stretches), STRETCHES_MAX, self._forgotten)
 
     def run_of(self, packed: bytes) -> Run:
         """Return the names of a lookup, and what is known of them; raises IdentityError."""
@@ -154,6 +161,7 @@ class KnownRuns:
         self._stretches.pop(key, None)
         if len(self._stretches) == STRETCHES_MAX:
             del self._stretches[next(iter(self._stretches))]
+            self._forgotten += 1
         namespaces = frozenset([block.namespace for block in blocks])
         columns = Columns.of(self._table, slots, blocks)
         self._stretches[key] = Stretch(packed, names, slots, blocks, namespaces, columns)

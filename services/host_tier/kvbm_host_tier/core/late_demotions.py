@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slots import Block
+from kvbm_common.wire.bounds import Usage
 
 LATE_MAX = 65_536
 """Blocks that are awaited; beyond it the one that is awaited for the longest time is forgotten."""
@@ -25,6 +26,12 @@ class LateDemotions:
 
     def __len__(self) -> int:
         return len(self._awaited)
+
+    def usage(self) -> Usage:
+        """Return how many blocks are awaited, and how many made room for later ones."""
+        forgotten = self._counts["hint_demotions_forgotten.room"]
+        assert len(self._awaited) <= LATE_MAX, f"{len(self._awaited)} blocks are awaited"
+        return Usage(len(self._awaited), LATE_MAX, forgotten)
 
     def add(self, names: Sequence[SequenceHash], namespaces: frozenset[bytes], now_ms: int) -> None:
         """Remember blocks that are not here, to demote them when they come."""

@@ -149,6 +149,9 @@ class HostTierView:
             ),
             "pinned": pins_usage(parts.held.table, parts.leases.leases),
             "hinted": parts.held.session_pins.usage(),
+            "awaited_demotions": parts.held.late.usage(),
+            "known_runs": parts.held.known.usage(),
+            "diary": parts.held.diary.usage(),
         }
         departures = {
             medium: view.departures.usage(now_ms) for medium, view in parts.below.views.items()

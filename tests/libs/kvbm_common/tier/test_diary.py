@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvbm_common.tier.diary import Diary
+from kvbm_common.wire.bounds import Usage
 
 from tests.libs.helpers import name
 
@@ -23,6 +24,7 @@ def test_the_oldest_entries_are_forgotten() -> None:
     for now_ms in (1, 2, 3):
         diary.note(now_ms, "was seen", name(1))
     assert diary.story(name(1)) == ["2 ms was seen", "3 ms was seen"]
+    assert diary.usage() == Usage(used=2, size=2, dropped=1)
 
 
 def test_blocks_that_go_together_are_noted_together() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import IdentityError, pack_hashes
 from kvbm_common.tier.slots import Block
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.local import Refused
 from kvbm_host_tier.core import known_runs
 from kvbm_host_tier.core.known_runs import Columns, KnownRuns
@@ -122,6 +123,7 @@ def test_oldest_stretch_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in ((1, 2), (3, 4), (5, 6)):
         known.answer(*run)
     assert [known.known(*run) for run in ((1, 2), (3, 4), (5, 6))] == [0, 2, 2]
+    assert known.runs.usage() == Usage(used=2, size=2, dropped=1)
 
 
 def test_names_that_are_cut_off_are_refused() -> None:

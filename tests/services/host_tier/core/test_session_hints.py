@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from kvbm_common.identity import Namespace, of_tenant, pack_hashes
+from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.local import Found, Refused
 from kvbm_common.wire.session_hint import SessionHint
 from kvbm_host_tier.core import late_demotions, session_pins
@@ -194,6 +195,8 @@ def test_so_many_demotions_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(slots=10)
     hint(host, "demote", 1, 2, 3)
     assert count(host, "hint_demotions_forgotten.room") == 1
+    usages = host.core.view.usages(now_ms=0)
+    assert usages["awaited_demotions"] == Usage(used=2, size=2, dropped=1)
     host.store(1, 2, 3)
     assert count(host, "hint_blocks_demoted") == 2
 
