@@ -31,10 +31,22 @@ BUCKET_NAMES = 100
 """Names of the horizon for each bucket: with 128 places, one bucket in 200 is overfull."""
 HORIZON_LEAST = 1 << 20
 """2.7 MB."""
+HORIZON_SLOTS = 100
+"""The name of a block that has left is kept until so many tiers full of blocks left after it."""
+HORIZON_BELOW_MAX = 1 << 26
+"""175 MB: the horizon of 671,000 blocks. Tiers with more blocks, below host memory, get no more."""
 WAITING_MAX = 64
 """Names that are noted at once: numpy costs as much for one as for all of them."""
 PERIODS = 64
 """The parts of the horizon that each have a time."""
+
+
+def horizon_for(slot_count: int, below_count: int) -> int:
+    """Return the horizon for what leaves so many slots, and so many blocks of tiers below."""
+    assert slot_count >= 0, f"{slot_count} slots"
+    assert below_count >= 0, f"{below_count} blocks below"
+    all_tiers = min(HORIZON_BELOW_MAX, HORIZON_SLOTS * (slot_count + below_count))
+    return max(HORIZON_LEAST, HORIZON_SLOTS * slot_count, all_tiers)
 
 
 def _empty_marks(buckets: int) -> NDArray[np.uint16]:

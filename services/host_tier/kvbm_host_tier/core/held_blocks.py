@@ -16,7 +16,7 @@ from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.announcer import PAGE_BLOCKS, Announcer, BlocksNow
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import Diary
-from kvbm_common.tier.former_blocks import HORIZON_LEAST, FormerBlocks
+from kvbm_common.tier.former_blocks import FormerBlocks, horizon_for
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
@@ -34,8 +34,6 @@ from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Publish
 from kvbm_host_tier.core.session_pins import SessionPins
 
-HORIZON_SLOTS = 100
-"""The name of a block that has left is kept until so many arenas full of blocks left after it."""
 DEMOTED = "demoted"
 """The policy that an eviction reports for a block that an agent has demoted."""
 YIELDING_MAX = 16
@@ -61,6 +59,7 @@ class HeldBlocks:
     ) -> None:
         self._staging = staging
         self._policy_name = policy
+        self._limits = means.limits
         self.tenants = Tenants(shares_of(means.limits.tenant_shares))
         make = partial(make_policy, self.policy_name)
         self.table = SlotTable(Layout.unsized(0), make, self.tenants)
@@ -103,7 +102,8 @@ class HeldBlocks:
     def lay_out(self, layout: Layout) -> None:
         """Give the empty table its slots, once."""
         assert layout.slot_count > 0, f"an arena without slots: {layout}"
-        self.former.set_horizon(max(HORIZON_LEAST, HORIZON_SLOTS * layout.slot_count))
+        below_count = self._limits.below_count(layout.slot_bytes)
+        self.former.set_horizon(horizon_for(layout.slot_count, below_count))
         self.departures.size_for(layout.slot_count)
         self.first_blocks.size_for(layout.slot_count)
         self._below.size_for(layout.slot_count)

@@ -52,6 +52,12 @@ class HostTierLimits:
     """Loads are weighed against what connectors have measured (KVBM_LOAD_OR_COMPUTE)."""
     stretch_blocks: int = 64
     """Blocks of a run that are remembered together, when they were looked up (`known_runs.py`)."""
+    disk_bytes: int = 0
+    """The size of this host's disk tier (DYN_KVBM_DISK_CACHE_GB)."""
+    disk_blocks: int | None = None
+    """Its blocks, where they are chosen (DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS)."""
+    object_blocks: int = 0
+    """The blocks of its object tier (DYN_KVBM_OBJECT_NUM_BLOCKS); 0: no object tier."""
     miss_filter: bool = False
     """Engines read which names a lookup may find (KVBM_MISS_FILTER)."""
     filter_names_least: int = 4_096
@@ -72,6 +78,11 @@ class HostTierLimits:
     """The percentage of its tenant's share that sessions may pin (KVBM_HINT_PIN_PERCENT)."""
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
+
+    def below_count(self, slot_bytes: int) -> int:
+        """Return how many blocks of this size the tiers below have room for."""
+        assert slot_bytes > 0, f"slots of {slot_bytes} bytes"
+        return (self.disk_blocks or self.disk_bytes // slot_bytes) + self.object_blocks
 
 
 @dataclass(frozen=True, slots=True)

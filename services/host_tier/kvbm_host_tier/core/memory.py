@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from kvbm_common.tier import departures
-from kvbm_common.tier.former_blocks import HORIZON_LEAST
+from kvbm_common.tier.former_blocks import horizon_for
 from kvbm_common.tier.name_history import ENTRY_BYTES
 
 from kvbm_host_tier.core import explanation_ring, first_blocks, known_runs
-from kvbm_host_tier.core.held_blocks import HORIZON_SLOTS
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_tiers import LOWER
 
@@ -28,7 +27,7 @@ def parts_of(limits: HostTierLimits, *, slot_count: int, below_count: int) -> di
         "slots": slot_count * SLOT_BYTES,
         "blocks_below": below_count * BELOW_BYTES,
         "departures": (1 + len(LOWER)) * departures.departures_for(slots, chosen) * ENTRY_BYTES,
-        "former_blocks": 3 * max(HORIZON_LEAST, HORIZON_SLOTS * slot_count),
+        "former_blocks": 3 * horizon_for(slot_count, below_count),
         "first_blocks": first_blocks.first_blocks_for(slots, chosen) * ENTRY_BYTES,
         "known_runs": known_runs.STRETCHES_MAX * limits.stretch_blocks * known_runs.BLOCK_BYTES,
         "explanations": limits.explain_requests * explanation_ring.ENTRY_BYTES,

@@ -45,7 +45,7 @@ async def serve(context: ServiceContext) -> None:
             policy=settings.eviction_policy,
             staging=is_disk_only(settings),
         )
-        context.footprint.declare(lambda: _memory_of(core.view, limits, settings))
+        context.footprint.declare(lambda: _memory_of(core.view, limits))
         engines = EngineSocket(
             settings.host_tier_endpoint,
             context.counters,
@@ -67,15 +67,12 @@ def _sweep(shm_dir: Path, prefix: str) -> None:
         log.warning("removed %s, %d bytes: its owner was killed", left.path, left.bytes)
 
 
-def _memory_of(view: HostTierView, limits: HostTierLimits, settings: Settings) -> dict[str, int]:
+def _memory_of(view: HostTierView, limits: HostTierLimits) -> dict[str, int]:
     """Return the parts of the memory; a tier below has as many blocks as fit into its size."""
     layout = view.layout
     if layout is None:
         return parts_of(limits, slot_count=limits.slot_count or 0, below_count=0)
-    below = settings.disk_cache_override_num_blocks or (
-        settings.disk_cache_bytes // layout.slot_bytes
-    )
-    below += settings.object_num_blocks if settings.object_enabled else 0
+    below = limits.below_count(layout.slot_bytes)
     return parts_of(limits, slot_count=layout.slot_count, below_count=below)
 
 
@@ -93,6 +90,9 @@ def _limits(context: ServiceContext) -> HostTierLimits:
         hit_window=settings.cache_stats_max_requests,
         explain_requests=settings.explain_requests,
         history_entries=settings.history_entries,
+        disk_bytes=settings.disk_cache_bytes,
+        disk_blocks=settings.disk_cache_override_num_blocks,
+        object_blocks=settings.object_num_blocks if settings.object_enabled else 0,
         miss_filter=settings.miss_filter,
         recompute_tokens_per_s=settings.recompute_tokens_per_s,
         load_or_compute=settings.load_or_compute,

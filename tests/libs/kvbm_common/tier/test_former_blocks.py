@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.former_blocks import BUCKET, FormerBlocks
+from kvbm_common.tier.former_blocks import (
+    BUCKET,
+    HORIZON_BELOW_MAX,
+    HORIZON_LEAST,
+    FormerBlocks,
+    horizon_for,
+)
 
 HORIZON = 20_000
 
@@ -91,6 +97,20 @@ def test_another_horizon_begins_empty() -> None:
     former.set_horizon(2 * HORIZON)
     assert not any(former.among(names))
     assert former.horizon == 2 * HORIZON
+
+
+@pytest.mark.parametrize(
+    ("slots", "below", "horizon"),
+    [
+        (0, 0, HORIZON_LEAST),
+        (2_000, 100_000, 100 * 102_000),
+        (2_000, 10_000_000, HORIZON_BELOW_MAX),
+        (1_000_000, 10_000_000, 100 * 1_000_000),
+    ],
+)
+def test_the_horizon_is_a_hundred_times_all_tiers(slots: int, below: int, horizon: int) -> None:
+    """Tiers below lengthen it up to a bound; host memory does always."""
+    assert horizon_for(slots, below) == horizon
 
 
 def test_a_new_name_takes_a_small_page() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kvbm_common.tier import name_history
 from kvbm_common.wire.admin import ResizeRequest
@@ -11,7 +13,7 @@ from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.memory import parts_of
 from kvbm_host_tier.core.messages import AdminAsked
 
-from tests.services.host_tier.helpers import Host
+from tests.services.host_tier.helpers import SLOT_BYTES, Host
 
 HISTORIES = ("departures", "departures_disk", "departures_object", "first_blocks")
 
@@ -38,6 +40,26 @@ def sizes_of(host: Host) -> list[float]:
     """The gauges of the histories."""
     usages = host.core.view.usages(host.now_ms)
     return [usages[name].size for name in HISTORIES]
+
+
+@pytest.mark.parametrize(
+    ("below", "blocks"),
+    [
+        ({"disk_bytes": 50_000 * SLOT_BYTES}, 50_000),
+        ({"disk_blocks": 50_000, "disk_bytes": SLOT_BYTES}, 50_000),
+        ({"disk_blocks": 50_000, "object_blocks": 30_000}, 80_000),
+    ],
+)
+def test_former_blocks_remember_what_leaves_the_tiers_below(
+    below: dict[str, Any], blocks: int
+) -> None:
+    """Host memory has four slots, and the filter a horizon for all blocks of the tiers below."""
+    host = Host(slots=4, **below)
+    host.store(1)
+    names = 100 * (4 + blocks)
+    assert names <= host.core.view.usages(host.now_ms)["former_blocks"].size < 1.01 * names
+    declared = parts_of(HostTierLimits(**below), slot_count=4, below_count=blocks)
+    assert declared["former_blocks"] == 3 * names
 
 
 def test_histories_have_the_chosen_size_before_the_first_block_and_after_a_resize() -> None:
