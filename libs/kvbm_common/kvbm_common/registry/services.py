@@ -176,9 +176,10 @@ class HeldEntry:
 
     async def stop(self) -> None:
         """End the heartbeats without leaving."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        task, self._task = self._task, None  # Its error refers to this entry: a cycle.
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         if self._forget is not None:
             self._forget(self)
 

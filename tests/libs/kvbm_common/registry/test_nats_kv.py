@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
 import threading
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -234,6 +236,24 @@ async def _held_entry(
     held = await ours.register(ENGINE, "h", "a")
     await wait_until(lambda: len(events) == 2)
     return held, theirs, events
+
+
+async def test_an_entry_that_has_left_is_freed_without_the_collector(
+    make_nats_registry: MakeRegistry,
+) -> None:
+    """Goal: a consolidator that meets an engine a second grows by none. The collector comes seldom,
+    and a cycle through the task of the heartbeats kept all engines until then."""
+    ours = await make_nats_registry()
+    await ours.register("consolidator", "h", "0")
+    held = await ours.register(ENGINE, "h", "a")
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        await held.revoke()
+        del held
+        await wait_until(lambda: gone() is None)
+    finally:
+        gc.enable()
 
 
 async def test_an_entry_that_leaves_without_nats_leaves_when_it_is_back(
