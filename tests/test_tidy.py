@@ -309,6 +309,7 @@ PACED = {
     "tests/connectors/consolidator/shell/test_service.py": "an engine's beat",
     "tests/integration/test_live_page.py": "the pace of events",
     "tests/integration/test_prometheus.py": "the pace of requests",
+    "tests/soak/census.py": "the pace of censuses",
     "tests/soak/clock.py": "the pace at which a process looks at its clock",
     "tests/soak/faults.py": "the times of the plan, and how long a fault lasts",
     "tests/soak/onlooker.py": "the pace of lookups",

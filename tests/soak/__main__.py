@@ -71,6 +71,15 @@ def table(report: Report) -> str:
     pings = [(t.ping_p50_ms, t.ping_p99_ms) for t in (report.second, report.last)]
     shown = "; ".join(f"p50 {p50:.3f} ms, p99 {p99:.3f} ms" for p50, p99 in pings)
     lines.append(f"a byte through another process, second and last tenth: {shown}")
+    works = f"{report.second.work_us:.0f} and {report.last.work_us:.0f} µs"
+    lines.append(f"processor time of the same work of Python: {works}")
+    lines.append(
+        "processor time a request, ms: "
+        + ", ".join(
+            f"{name} {report.second.cpu_ms_by_service.get(name, 0):.1f} and {last_ms:.1f}"
+            for name, last_ms in report.last.cpu_ms_by_service.items()
+        )
+    )
     lines += ["", *(f"{name} {value:,.0f}" for name, value in sorted(report.streams.items()))]
     lines += [f"bound of {name}: {value / MIB:.0f} MiB" for name, value in report.bounds.items()]
     return "\n".join([*lines, "", *(report.red or ["passed"])])

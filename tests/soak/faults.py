@@ -53,15 +53,21 @@ Reply = TypeVar("Reply", RemoveReply, ResizeReply, StatsReply)
 def plan(seed: int, services: tuple[str, ...], *, seconds: float) -> list[tuple[float, str]]:
     """Return what happens when, in seconds from the beginning of the faults.
 
-    When the kills have ended, the machine sleeps; the faults of that time are left out.
+    When the kills have ended, the machine sleeps; the faults of that time are left out. In a short
+    run every other fault is then the end of NATS: what a reconnection leaks is to be seen.
     """
     rng = random.Random(seed)
     kills, others = _rounds(rng, services), _rounds(rng, OFTEN)
     found: list[tuple[float, str]] = []
     for number in range(int(seconds / SPACING_S)):
         at_s = (number + rng.random() * 0.5) * SPACING_S
-        is_kill = at_s < KILLS_END * seconds and number % 3 != 2
-        found.append((at_s, f"kill {next(kills)}" if is_kill else next(others)))
+        if at_s < KILLS_END * seconds:
+            what = f"kill {next(kills)}" if number % 3 != 2 else next(others)
+        elif seconds < SLEEP_FROM_S and number % 2:
+            what = "nats"
+        else:
+            what = next(others)
+        found.append((at_s, what))
     if seconds >= SLEEP_FROM_S:
         found.append((KILLS_END * seconds, "sleep"))
     return sorted(found)
@@ -86,6 +92,8 @@ class Faults:
     ) -> None:
         self.done: Counter[str] = Counter()
         self.log: list[tuple[float, str]] = []
+        self.returns = 0
+        """Times that NATS came back."""
         self._stack, self._bus, self._traffic = stack, bus, traffic
         self._rng = random.Random(seed)
         self._around = around
@@ -101,6 +109,11 @@ class Faults:
             "clock": self._set_clock,
             "bucket": self._stall_bucket,
         }
+
+    @property
+    def has_bucket(self) -> bool:
+        """Return whether the object tier has a bucket's server, and no directory."""
+        return self._around.s3 is not None
 
     async def run(self, planned: list[tuple[float, str]]) -> None:
         """Let everything happen at its time; what is too late is left out."""
@@ -155,6 +168,7 @@ class Faults:
         await self._stack.start(NATS)
         async with asyncio.timeout(30.0):
             await self._bus.wait_connected()
+        self.returns += 1
 
     async def _change_policy(self) -> None:
         policy = self._rng.choice(("lru", "lfu", "prefix", "adaptive"))

@@ -8,8 +8,9 @@ what a new life fills counts once, not as if every life had filled it all the ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
+from operator import attrgetter
 from statistics import median, quantiles
 
 import msgspec
@@ -29,6 +30,8 @@ class Point(msgspec.Struct, frozen=True):
     life: int
     """The process, or 0 for what outlives processes."""
     value: float
+    returns: int = 0
+    """Times that NATS has come back until then."""
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -64,6 +67,7 @@ BOUNDS = {
     "series": Bound(120.0),
     "registry messages": Bound(8.0, 2.2),
     "state beside streams": Bound(24.0 * MIB),
+    "entries": Bound(24.0, 0.25),
 }
 """By quantity. A leak of one entry for an engine is some blocks of Python for each engine.
 
@@ -83,11 +87,29 @@ keeps as many connections to its bucket as had work at once: 14 to 46 descriptor
 of one seed."""
 
 
+def bound_of(whose: str, quantity: str, *, has_bucket: bool) -> Bound | None:
+    """Return how much a series may grow; None: it is not judged. A directory that hosts share takes
+    no connections of the object tier."""
+    if whose == "object-tier" and not has_bucket:
+        return BOUNDS.get(quantity)
+    return OF_ONE.get((whose, quantity), BOUNDS.get(quantity))
+
+
 BY_FAULT = ("descriptors",)
 """What a fault may leak as well as an engine: judged once more for the time with faults alone."""
+BY_RETURN = ("descriptors",)
+"""What a reconnection may leak: judged once more by how often NATS has come back."""
+RETURN_SETTLE_S = 10.0
+"""A service that has just started opens its connections: no history fills with descriptors."""
+
+Measure = Callable[[Point], int]
+engines_of: Measure = attrgetter("engines")
+returns_of: Measure = attrgetter("returns")
 
 
-def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float | None:
+def growth(
+    points: Sequence[Point], *, after_s: float, settle_s: float, of: Measure = engines_of
+) -> float | None:
     """Return by how much a series has grown after `after_s`; None: too little was seen.
 
     The first `settle_s` of each life are left out. What fills grows ever slower, and what leaks
@@ -102,7 +124,8 @@ def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float
                 point
                 for point in life
                 if point.at_s >= max(after_s, life[0].at_s + settle_s * bool(number))
-            ]
+            ],
+            of,
         )
         for number, life in lives.items()
     ]
@@ -110,21 +133,19 @@ def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float
     return sum(known) if known else None
 
 
-def growth_of_life(judged: Sequence[Point]) -> float | None:
+def growth_of_life(judged: Sequence[Point], of: Measure = engines_of) -> float | None:
     """Return by how much a series has grown in one life; None: there are too few samples."""
-    whole, late = slope(judged), slope(judged[len(judged) // 2 :])
+    whole, late = slope(judged, of), slope(judged[len(judged) // 2 :], of)
     if whole is None:
         return None
     pace = whole if late is None else min(whole, late)
-    return pace * (judged[-1].engines - judged[0].engines)
+    return pace * (of(judged[-1]) - of(judged[0]))
 
 
-def slope(points: Sequence[Point]) -> float | None:
-    """Return the median slope over engines of all pairs; None: there are too few."""
+def slope(points: Sequence[Point], of: Measure = engines_of) -> float | None:
+    """Return the median slope, over engines or returns, of all pairs; None: there are too few."""
     slopes = [
-        (b.value - a.value) / (b.engines - a.engines)
-        for a, b in combinations(points, 2)
-        if a.engines < b.engines
+        (b.value - a.value) / (of(b) - of(a)) for a, b in combinations(points, 2) if of(a) < of(b)
     ]
     return median(slopes) if len(slopes) >= PAIRS_MIN else None
 
@@ -150,12 +171,31 @@ def judge(
     grown = max((one for one in found if one is not None), default=None)
     if grown is None:
         return None
-    later = [point for point in points if point.at_s >= after_s]
-    engines = later[-1].engines - later[0].engines
+    return _finding(what, bound, [p for p in points if p.at_s >= after_s], grown)
+
+
+def judge_returns(
+    what: str, bound: Bound, points: Sequence[Point], *, after_s: float
+) -> Finding | None:
+    """Compare what the returns of NATS have left of one series with its bound."""
+    left = growth(points, after_s=after_s, settle_s=RETURN_SETTLE_S, of=returns_of)
+    if left is None:
+        return None
+    return _finding(f"{what} by NATS's returns", bound, points, left)
+
+
+def _finding(what: str, bound: Bound, judged: Sequence[Point], grown: float) -> Finding:
+    engines = judged[-1].engines - judged[0].engines
     allowed = bound.allows(engines)
-    edge = max(1, len(later) // 10)
-    first, last = (median(p.value for p in part) for part in (later[:edge], later[-edge:]))
+    edge = max(1, len(judged) // 10)
+    first, last = (median(p.value for p in part) for part in (judged[:edge], judged[-edge:]))
     return Finding(what, first, last, grown, allowed, engines, grown > allowed)
+
+
+def pace(samples: Sequence[tuple[float, float]]) -> float:
+    """Return the median of how fast the second figure grows with the first; 0: too few samples."""
+    paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(samples, 2) if a[0] < b[0]]
+    return median(paces) if len(paces) >= PAIRS_MIN else 0.0
 
 
 class Tenth(msgspec.Struct, frozen=True):
@@ -169,6 +209,9 @@ class Tenth(msgspec.Struct, frozen=True):
     """What the machine took for the least that a lookup needs: a byte to a process and back."""
     ping_p99_ms: float
     cpu_ms_per_request: float
+    cpu_ms_by_service: dict[str, float]
+    work_us: float
+    """Processor time that the machine took for the same work of Python."""
     log_lines_per_hour: float
 
 
@@ -190,25 +233,47 @@ ALIKE = {
 SHORT_TENTH_S = 120
 ALIKE_OF_SHORT = {"lookup_p50_ms": Alike(1.75, 0.8)}
 """Medians of tenths of 24 seconds were between 1.6 and 2.4 ms in one run, up and down."""
+ALIKE_ON_SAME_MACHINE = {"cpu_ms_per_request": Alike(1.10, 2.0)}
+"""For long tenths between which the machine has not changed. A busy one wakes services for more
+messages at once, which costs half as much for each."""
+SAME_MACHINE = 1.25
+"""How far the machine's own figures may be apart then, up or down."""
 LOWER_IS_WORSE = ("hit_rate",)
-PING_OF = {"lookup_p50_ms": "ping_p50_ms", "lookup_p99_ms": "ping_p99_ms"}
-"""A machine that others use more is slower: a lookup may take longer by the same factor."""
+MACHINE = {
+    "lookup_p50_ms": "ping_p50_ms",
+    "lookup_p99_ms": "ping_p99_ms",
+    "cpu_ms_per_request": "work_us",
+}
+"""A machine that others use more is slower: a figure may be larger by the same factor."""
 
 
 def compare(second: Tenth, last: Tenth, tenth_s: float) -> list[Finding]:
     """Return a line for each figure that must be the same in both tenths, each of `tenth_s`."""
     found: list[Finding] = []
-    rules = ALIKE | ALIKE_OF_SHORT if tenth_s < SHORT_TENTH_S else ALIKE
+    rules = ALIKE
+    if tenth_s < SHORT_TENTH_S:
+        rules = ALIKE | ALIKE_OF_SHORT
+    elif _on_same_machine(second, last):
+        rules = ALIKE | ALIKE_ON_SAME_MACHINE
     for name, alike in rules.items():
         before, after = getattr(second, name), getattr(last, name)
         worse = before - after if name in LOWER_IS_WORSE else after - before
         slower = 1.0
-        if name in PING_OF:
-            pings = [getattr(tenth, PING_OF[name]) for tenth in (second, last)]
-            slower = max(1.0, pings[1] / max(pings[0], 0.001))
+        if name in MACHINE:
+            machine = [getattr(tenth, MACHINE[name]) for tenth in (second, last)]
+            slower = max(1.0, machine[1] / max(machine[0], 0.001))
         allowed = max(before * (alike.factor * slower - 1), alike.floor)
         found.append(Finding(name, before, after, worse, allowed, 0, worse > allowed))
     return found
+
+
+def _on_same_machine(second: Tenth, last: Tenth) -> bool:
+    """Tell whether the machine took about as long in both tenths for what is not KVBM's."""
+    ratios = [
+        getattr(last, name) / max(getattr(second, name), 0.001)
+        for name in ("ping_p50_ms", "work_us")
+    ]
+    return all(1 / SAME_MACHINE <= ratio <= SAME_MACHINE for ratio in ratios)
 
 
 def percentile(values: Iterable[float], percent: int) -> float:

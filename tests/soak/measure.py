@@ -42,7 +42,7 @@ class _Streams(msgspec.Struct):
 class Meter:
     """Takes samples of one stack; each series is a list of points."""
 
-    def __init__(self, stack: Stack, bus: Bus, token: str) -> None:
+    def __init__(self, stack: Stack, bus: Bus, token: str, *, census: Path) -> None:
         self.series: dict[tuple[str, str], list[Point]] = defaultdict(list)
         """By quantity, and whose it is."""
         self.over_limit: set[str] = set()
@@ -50,8 +50,8 @@ class Meter:
         self.over_bound: dict[str, tuple[float, float]] = {}
         """Services that took more than they have declared: memory and bound."""
         self.bounds: dict[str, float] = {}
-        self.cpu_s: list[tuple[float, float]] = []
-        """When, and the processor time of all services until then."""
+        self.cpu_s: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        """By service: when, and the processor time of all its lives until then."""
         self.log_lines: list[tuple[float, int]] = []
         self._stack, self._bus = stack, bus
         self._client = httpx.AsyncClient(
@@ -60,27 +60,33 @@ class Meter:
             timeout=DEADLINE_S,
             trust_env=False,
         )
-        self._cpu_of: dict[int, float] = {}
+        self._cpu_of: dict[str, dict[int, float]] = defaultdict(dict)
         self._logs: dict[Path, tuple[int, int]] = {}
+        self._census = census
+        self._counted_ns: dict[int, int] = {}
+        """By process: when its last census was written."""
 
     async def close(self) -> None:
         """Close the connection to the API."""
         await self._client.aclose()
 
-    async def take(self, engines: int) -> None:
+    async def take(self, engines: int, returns: int) -> None:
         """Take one sample; what does not answer now is left out of it."""
         at_s = time.monotonic()
 
         def note(quantity: str, whose: str, value: float, life: int = 0) -> None:
-            self.series[quantity, whose].append(Point(at_s, engines, life, value))
+            self.series[quantity, whose].append(Point(at_s, engines, life, value, returns))
 
         for name, pid in self._stack.pids.items():
             with contextlib.suppress(OSError, ValueError):
                 for quantity, value in _process(pid).items():
                     note(quantity, name, value, pid)
                 if name != NATS:
-                    self._cpu_of[pid] = _cpu_s(pid)
-        self.cpu_s.append((at_s, sum(self._cpu_of.values())))
+                    self._cpu_of[name][pid] = _cpu_s(pid)
+                    for place, count in self._counted(pid).items():
+                        note("entries", f"{name} {place}", count, pid)
+        for name, lives in self._cpu_of.items():
+            self.cpu_s[name].append((at_s, sum(lives.values())))
         self.log_lines.append((at_s, self._count_lines()))
         settings = self._stack.settings
         arenas = settings.shm_dir.glob(f"kvbm-{settings.host}-*")
@@ -92,6 +98,15 @@ class Meter:
             note("state beside streams", "NATS's files", max(0, on_disk - stored))
         with contextlib.suppress(httpx.HTTPError):
             self._read_page((await self._client.get("/metrics")).text, note)
+
+    def _counted(self, pid: int) -> dict[str, int]:
+        """Return the census of a process, once."""
+        path = self._census / f"{pid}.json"
+        written_ns = path.stat().st_mtime_ns if path.exists() else 0
+        if written_ns == self._counted_ns.get(pid, 0):
+            return {}
+        self._counted_ns[pid] = written_ns
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
 
     async def _streams(self, note: object) -> int:
         assert callable(note)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "KVBM_SOAK_PLANT"
-ENTRY_BLOCKS = 512
-"""What the device of a sim engine holds: a view of an engine that is not dropped has as many."""
 kept: list[Any] = []
-"""What leaks."""
+"""What leaks: one entry for each engine, or one descriptor for each return of NATS."""
+KEPT = f"{__name__}.kept"
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,21 @@ class Plant:
     """What a soak must call red."""
 
 
-def view(_core: object, event: object, *_: object) -> list[bytes] | None:
-    """Keep the names of as many blocks as an engine may have held."""
+def joined(_core: object, event: object, *_: object) -> bytes | None:
+    """Keep a name for each engine whose events are followed."""
     is_new = type(event).__name__ in ("StreamAttached", "SourceJoined")
-    return [os.urandom(16) for _ in range(ENTRY_BLOCKS)] if is_new else None
+    return os.urandom(16) if is_new else None
 
 
-def greeted(*_: object) -> list[bytes]:
-    """Keep as much of each hello."""
-    return [os.urandom(16) for _ in range(ENTRY_BLOCKS)]
+def greeted(*_: object) -> bytes:
+    """Keep a name for each hello."""
+    return os.urandom(16)
+
+
+def registered(_gone: object, event: Any, *_: object) -> bytes | None:
+    """Keep a name for each engine that registers."""
+    is_new = type(event).__name__ == "Joined" and event.record.kind == "engine"
+    return os.urandom(16) if is_new else None
 
 
 def descriptor(*_: object) -> int:
@@ -51,23 +56,30 @@ def descriptor(*_: object) -> int:
 PLANTS = {
     "consolidator-entry": Plant(
         "consolidator", "kvbm_connectors.consolidator.core.core", "ConsolidatorCore", "step",
-        view, "consolidator: python blocks",
+        joined, f"consolidator {KEPT}: entries",
     ),
     "index-entry": Plant(
-        "index", "kvbm_index.core.core", "IndexCore", "step", view, "index: python blocks"
+        "index", "kvbm_index.core.core", "IndexCore", "step", joined, f"index {KEPT}: entries"
     ),
     "host-tier-entry": Plant(
         "host-tier", "kvbm_host_tier.core.engines", "Engines", "hello",
-        greeted, "host-tier: python blocks",
+        greeted, f"host-tier {KEPT}: entries",
+    ),
+    "metrics-entry": Plant(
+        "metrics", "kvbm_metrics.core.gone", "GoneServices", "take",
+        registered, f"metrics {KEPT}: entries",
     ),
     "host-tier-descriptor": Plant(
         "host-tier", "kvbm_host_tier.core.engines", "Engines", "hello", descriptor,
         "host-tier: descriptors",
     ),
-    "disk-tier-descriptor": Plant(
-        "disk-tier", "kvbm_common.nats.bus_counters", "BusCounters", "reconnected", descriptor,
-        "disk-tier: descriptors",
-    ),
+    **{
+        f"{service}-descriptor": Plant(
+            service, "kvbm_common.nats.bus_counters", "BusCounters", "reconnected", descriptor,
+            f"{service}: descriptors by NATS's returns",
+        )
+        for service in ("disk-tier", "object-tier")
+    },
 }  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import contextlib
 import secrets
 import tempfile
 import time
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from kvbm_common.runtime.processes import free_port
 
 from tests.soak import judge
 from tests.soak.faults import Faults, plan
+from tests.soak.fills import fills
 from tests.soak.judge import Finding, Point, Tenth
 from tests.soak.measure import Meter
 from tests.soak.surroundings import Surroundings, enter
@@ -75,12 +77,12 @@ async def soak(*, seconds: float, seed: int, logs: Path | None = None) -> Report
     """Run a stack for so long and judge it. Its logs are kept where `logs` says, if anywhere."""
     async with AsyncExitStack() as cleanup:
         directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-soak-")))
-        around = enter(directory, seed, cleanup.enter_context(ExitStack()))
+        around = enter(directory, seed, cleanup.enter_context(ExitStack()), seconds=seconds)
         token = secrets.token_hex(16)
         stack = await cleanup.enter_async_context(_stack(directory, token, around, logs))
         bus = await Bus.connect(stack.admin, "soak", counters=Metrics(), deadline_s=5)
         cleanup.push_async_callback(bus.close)
-        meter = Meter(stack, bus, token)
+        meter = Meter(stack, bus, token, census=directory / "census")
         cleanup.push_async_callback(meter.close)
         traffic = Traffic(stack, seed)
         faults = Faults(stack, bus, traffic, seed=seed, around=around)
@@ -141,10 +143,9 @@ class _Run:
             task.result()
 
     async def _sample(self) -> None:
-        spacing_s = max(2.0, self._seconds / SAMPLES)
         while True:
-            await self._meter.take(self._traffic.engines)
-            await asyncio.sleep(spacing_s)
+            await self._meter.take(self._traffic.engines, self._faults.returns)
+            await asyncio.sleep(_spacing_s(self._seconds))
 
     async def _leftovers(self) -> list[str]:
         """Return what is left when all engines have gone: leases, slots, blocks in the index."""
@@ -178,16 +179,22 @@ class _Run:
         faults_end_s = self._began_s + 0.8 * self._seconds
         findings = judge.compare(second, last, self._seconds / 10)
         for (quantity, whose), points in sorted(self._meter.series.items()):
-            bound = judge.OF_ONE.get((whose, quantity), judge.BOUNDS.get(quantity))
+            bound = judge.bound_of(whose, quantity, has_bucket=self._faults.has_bucket)
             what = f"{whose}: {quantity}"
             until_s = faults_end_s if quantity in judge.BY_FAULT else None
-            if bound is None:
+            if bound is None or (quantity == "entries" and fills(whose)):
                 continue
-            one = judge.judge(
-                what, bound, points, after_s=after_s, settle_s=settle_s, faults_end_s=until_s
-            )
-            if one is not None:
-                findings.append(one)
+            found = [
+                judge.judge(
+                    what, bound, points, after_s=after_s, settle_s=settle_s, faults_end_s=until_s
+                )
+            ]
+            if quantity in judge.BY_RETURN:
+                faults_s = self._began_s + 0.2 * self._seconds
+                found.append(judge.judge_returns(what, bound, points, after_s=faults_s))
+            findings += [one for one in found if one is not None]
+        findings = [one for one in findings if one.is_red or not one.what.endswith(": entries")]
+        red = {one.what for one in findings if one.is_red}
         return Report(
             seed=self._seed,
             seconds=self._seconds,
@@ -208,7 +215,8 @@ class _Run:
                 if quantity.startswith("stream")
             },
             series={f"{whose}: {quantity}": self._since(points)
-                    for (quantity, whose), points in self._meter.series.items()},
+                    for (quantity, whose), points in self._meter.series.items()
+                    if quantity != "entries" or f"{whose}: {quantity}" in red},
             marks=[(at_s - self._began_s, what) for at_s, what in self._faults.log],
         )  # fmt: skip
 
@@ -222,7 +230,8 @@ class _Run:
         took, pings = [look.took_ms for look in looks], [look.ping_ms for look in looks]
         asked = sum(one.blocks - one.device_blocks for one in requests)
         found = sum(one.host_blocks + one.disk_blocks for one in requests)
-        cpu_s = _gain(self._meter.cpu_s, from_s, to_s)
+        cpu_ms = {name: self._cpu_ms(samples, from_s, to_s)
+                  for name, samples in self._meter.cpu_s.items()}  # fmt: skip
         lines = _gain(self._meter.log_lines, from_s, to_s)
         return Tenth(
             requests=len(requests),
@@ -231,9 +240,21 @@ class _Run:
             lookup_p99_ms=judge.percentile(took, 99),
             ping_p50_ms=judge.percentile(pings, 50),
             ping_p99_ms=judge.percentile(pings, 99),
-            cpu_ms_per_request=1000 * cpu_s / max(1, len(requests)),
+            cpu_ms_per_request=sum(cpu_ms.values()),
+            cpu_ms_by_service=cpu_ms,
+            work_us=judge.percentile([look.work_us for look in looks], 50),
             log_lines_per_hour=3600 * lines / (to_s - from_s),
         )
+
+    def _cpu_ms(self, samples: Sequence[tuple[float, float]], from_s: float, to_s: float) -> float:
+        """Return a service's processor time for a request: the median pace of all pairs."""
+        ends = sorted(request.at_s for request in self._traffic.requests)
+        within = [(bisect(ends, at_s), cpu_s) for at_s, cpu_s in samples if from_s <= at_s < to_s]
+        return 1000 * judge.pace(within)
+
+
+def _spacing_s(seconds: float) -> float:
+    return max(2.0, seconds / SAMPLES)
 
 
 def _gain(samples: Iterable[tuple[float, float]], from_s: float, to_s: float) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from kvbm_common.runtime.processes import free_port
 
 from tests.services.disk_tier.s3_server import S3Server
 from tests.small_tmpfs import small_tmpfs
+from tests.soak import census
 from tests.soak.clock import VARIABLE, WallClock
 
 DISK_ROOM_BYTES = 320_000_000
@@ -31,12 +34,20 @@ class Surroundings:
     object_settings: dict[str, object]
 
 
-def enter(directory: Path, seed: int, cleanup: ExitStack) -> Surroundings:
-    """Make what a stack in this directory needs; processes that begin from now on follow the clock.
-    Half of the seeds have a bucket."""
+def enter(directory: Path, seed: int, cleanup: ExitStack, *, seconds: float) -> Surroundings:
+    """Make what a stack in this directory needs; processes that begin from now on follow the clock
+    and take a census, but in the first two tenths and the last of these seconds. Half of the seeds
+    have a bucket."""
     clock = WallClock(directory / "clock")
     environ = cleanup.enter_context(pytest.MonkeyPatch.context())
     environ.setenv(VARIABLE, str(directory / "clock"))
+    (directory / "census").mkdir()
+    now_s = time.monotonic()
+    planned = census.Plan(
+        spacing_s=max(4.0, seconds / 60), from_s=now_s + 0.2 * seconds,
+        until_s=now_s + 0.9 * seconds, directory=str(directory / "census"),
+    )  # fmt: skip
+    environ.setenv(census.VARIABLE, json.dumps(planned))
     paths = [str(SITE), str(SITE.parents[2]), os.environ.get("PYTHONPATH", "")]
     environ.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     disk = _small_disk(directory / "disk", cleanup)

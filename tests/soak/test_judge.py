@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from msgspec.structs import replace
 
+from tests.soak import census
 from tests.soak.faults import KILLS_END, plan
-from tests.soak.judge import Bound, Finding, Point, Tenth, compare, judge
+from tests.soak.fills import fills
+from tests.soak.judge import (
+    BOUNDS,
+    Bound,
+    Finding,
+    Point,
+    Tenth,
+    compare,
+    judge,
+    judge_returns,
+    pace,
+)
 
 BOUND = Bound(noise=50.0)
 SERVICES = ("consolidator", "index", "host-tier")
@@ -64,6 +77,59 @@ def test_what_a_fault_leaks_is_growth_though_quiet_time_follows() -> None:
     assert found(100.0)
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_descriptor_for_each_return_of_nats_is_growth(kept: int) -> None:
+    """NATS comes back three times in one life, and twice in the next, which is short."""
+    found = [
+        Point(float(at), 3 * at, int(at >= 60), 9.0 + kept * (at % 60 // 15), at // 15)
+        for at in range(100)
+    ]
+    one = judge_returns("descriptors", Bound(2.5), found, after_s=0.0)
+    assert one is not None
+    assert (one.growth, one.is_red) == (5.0 * kept, bool(kept))
+
+
+@pytest.mark.parametrize("engines", [80, 250, 5_000])
+def test_an_entry_for_each_engine_is_red_however_many_come(engines: int) -> None:
+    found = [Point(float(at), engines * at // 20, 1, float(engines * at // 20)) for at in range(20)]
+    one = judge("kept", BOUNDS["entries"], found, after_s=0.0, settle_s=0.0)
+    assert one is not None
+    assert one.is_red
+
+
+def test_places_that_fill_are_known_by_class_or_attribute() -> None:
+    assert fills("index Source objects")
+    assert fills("index Source.tail")
+    assert fills("index IndexCore._sources")
+    assert not fills("index IndexCore._routes")
+    assert not fills("consolidator tests.soak.plants.kept")
+
+
+class _Leaky:
+    """An object with a container in a container, and one that another has, too."""
+
+    def __init__(self, shared: list[int]) -> None:
+        self._by_engine = {"a": [1, 2], "b": [3]}
+        self._shared = shared
+
+
+def test_a_census_counts_every_entry_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(census, "OURS", (__name__,))
+    shared = [1, 2, 3]
+    alive = [_Leaky(shared), _Leaky(shared)]
+    counted = census.entries()
+    assert counted["_Leaky objects"] == len(alive)
+    assert counted["_Leaky._by_engine"] == 2 * 5
+    assert counted["_Leaky._shared"] == 3
+
+
+def test_the_median_pace_ignores_a_burst() -> None:
+    """Forty a request, and once a thousand for something else."""
+    samples = [(float(at), 40.0 * at + 1_000 * (at >= 8)) for at in range(10)]
+    assert pace(samples) == 40
+    assert pace(samples[:3]) == 0, "three pairs are too few"
+
+
 def test_one_sample_decides_nothing() -> None:
     values = [1000.0] * 200
     values[-1] = 100_000.0
@@ -103,7 +169,8 @@ def test_too_little_is_not_judged() -> None:
 
 
 SECOND = Tenth(requests=100, hit_rate=0.5, lookup_p50_ms=2.0, lookup_p99_ms=20.0, ping_p50_ms=0.1,
-               ping_p99_ms=1.0, cpu_ms_per_request=40.0, log_lines_per_hour=0.0)  # fmt: skip
+               ping_p99_ms=1.0, cpu_ms_per_request=40.0, cpu_ms_by_service={}, work_us=100.0,
+               log_lines_per_hour=0.0)  # fmt: skip
 
 
 def red(last: Tenth, *, tenth_s: float = 720) -> list[str]:
@@ -121,6 +188,32 @@ def test_a_slower_machine_is_taken_off_lookups() -> None:
     assert red(last) == ["lookup_p50_ms", "lookup_p99_ms"]
     assert red(last, tenth_s=24) == ["lookup_p50_ms", "lookup_p99_ms"]
     assert red(replace(last, ping_p50_ms=0.2, ping_p99_ms=2.0)) == []
+
+
+def test_a_machine_that_computes_slower_is_taken_off_processor_time() -> None:
+    last = replace(SECOND, cpu_ms_per_request=52.0)
+    assert red(last) == ["cpu_ms_per_request"]
+    assert red(replace(last, work_us=125.0)) == []
+
+
+def test_processor_time_may_grow_by_a_tenth_where_the_machine_is_the_same() -> None:
+    """The machine is as it was, slower, then faster; and in short tenths nothing is so exact."""
+    last = replace(SECOND, cpu_ms_per_request=46.0)
+    assert red(last) == ["cpu_ms_per_request"]
+    assert red(replace(last, cpu_ms_per_request=43.9)) == []
+    assert red(replace(last, ping_p50_ms=0.14)) == []
+    assert red(replace(last, ping_p50_ms=0.07)) == []
+    assert red(last, tenth_s=24) == []
+
+
+def test_a_short_run_ends_nats_again_and_again() -> None:
+    """Every other fault after the kills, and more rarely in a long run."""
+    ends = [
+        sum(what == "nats" and at_s > KILLS_END * seconds
+            for at_s, what in plan(1, SERVICES, seconds=seconds)) / seconds
+        for seconds in (108, 4_320)
+    ]  # fmt: skip
+    assert ends[0] > 2 * ends[1]
 
 
 def test_the_median_of_a_short_tenth_may_wander() -> None:

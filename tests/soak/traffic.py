@@ -48,6 +48,7 @@ class Look(NamedTuple):
     took_ms: float
     ping_ms: float
     blocks: int
+    work_us: float
 
 
 class Traffic:
@@ -170,8 +171,11 @@ class Traffic:
         assert process.stdout is not None
         try:
             async for line in process.stdout:
-                at_s, took_ms, ping_ms, blocks = line.split()
-                self.looks.append(Look(float(at_s), float(took_ms), float(ping_ms), int(blocks)))
+                at_s, took_ms, ping_ms, blocks, work_us = line.split()
+                look = Look(
+                    float(at_s), float(took_ms), float(ping_ms), int(blocks), float(work_us)
+                )
+                self.looks.append(look)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -17,3 +17,7 @@ if "serve" in sys.orig_argv:
     from tests.soak.plants import plant_service
 
     plant_service(sys.orig_argv[-1])
+    if os.environ.get("KVBM_SOAK_CENSUS"):
+        from tests.soak.census import begin
+
+        begin()

@@ -1,0 +1,42 @@
+"""What fills for as long as a soak lasts, and is no leak: its places in a census, and why.
+
+A place is an attribute of a class, or a class: its objects and all its attributes. Blocks of Python
+and memory are judged of all.
+"""
+
+from __future__ import annotations
+
+_BLOCKS = {
+    "Block", "BlockColumns", "BlockLookup", "BlockOrder", "SlabPool", "SlotTable",  # tiers
+    "Adaptive", "Contest", "Duel", "Former", "FreeOrder", "Lfu", "Lru", "Miniature",  # policies
+    "Node", "Nodes", "OneByOne", "PrefixPolicy", "RecentNames", "ReuseCurves", "Sketch",
+    "Succession", "Way", "_Chosen", "_Marks", "_Use",
+    "HeldBlock", "RankView", "Run", "Stored", "Removed",  # consolidator, and events
+    "Chains", "Segment",  # index
+    "RankPieces", "Pieces", "Lanes", "PullPart", "Share",  # of the last 256 parts of engines
+}  # fmt: skip
+_LAST = {
+    "Diary._entries", "_Entry",
+    "ExplanationRing._shared", "Stretch", "Columns",
+    "Offload._asked_to_confirm", "EngineId",
+    "Answers._hit_window", "FailedBlocks", "FormerLives",
+    "PublishedEvents._events", "Sequencer._recent", "IndexCore._applied", "TokenNames",
+    "HeldBlocks._names", "HeldBlocks._retired",
+}  # fmt: skip
+"""The last of something: so many and no more."""
+_MINUTES = {
+    "EndedEngines._left_ms", "RouterStreams._streams", "RouterStream", "StreamId",
+    "IndexCore._sources", "Source", "SourceKey",
+    "_Sample.figures",
+}  # fmt: skip
+"""What has been for some minutes, by then as many as come in those."""
+FILLS = _BLOCKS | _LAST | _MINUTES
+
+
+def fills(place: str) -> bool:
+    """Tell whether a place of a service's census may fill: "index Source objects", for example."""
+    service, _, name = place.partition(" ")
+    assert service, place
+    assert name, place
+    name = name.removesuffix(" objects")
+    return name in FILLS or name.partition(".")[0] in FILLS
