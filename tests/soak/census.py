@@ -51,7 +51,7 @@ def begin() -> None:
 
 
 def _ask(plan: Plan) -> None:
-    while time.monotonic() < plan.until_s:
+    while True:  # Its end would be a thread less, and hide one that leaks.
         time.sleep(plan.spacing_s)
         if plan.from_s <= time.monotonic() < plan.until_s:
             _thread.interrupt_main(signal.SIGUSR2)
