@@ -401,6 +401,7 @@ PRIVATE_ALLOWED = {
     ("tests/vllm/fuzz/plants.py", "*"): BREAKS,
     ("tests/vllm/fuzz/offer_plants.py", "*"): BREAKS,
     ("tests/vllm/fuzz/processes.py", "_process"): "the standard library's executor",
+    ("tests/vllm/kv_layout_process.py", "*"): HURRIES_EXIT,
     ("tests/vllm/multimodal_process.py", "*"): HURRIES_EXIT,
     ("tests/vllm/namespace_process.py", "*"): HURRIES_EXIT,
     ("tests/vllm/versions_process.py", "*"): HURRIES_EXIT,

@@ -67,6 +67,29 @@ def test_what_a_version_lacks() -> None:
     assert json.loads(printed.stdout) == {name: minor >= first for name, first in SINCE.items()}
 
 
+def test_vllm_lays_heads_outside_of_tokens(model: str) -> None:
+    """Goal: engines with one rank and with two share blocks, and vLLM refuses nothing for it.
+
+    An operator's variable wins, and a back end that knows no such layout keeps its own.
+    """
+    command = [str(VLLM_PYTHON), "-m", "tests.vllm.kv_layout_process", model]
+    environ = os.environ | ENVIRON
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+    found = json.loads(printed.stdout)
+    assert "layout mismatch" in found.pop("beside another layout")
+    assert found == {
+        "alone": "LBNHC",
+        "kvbm": "LBHNC",
+        "kvbm, NHD": "LBNHC",
+        "kvbm, HND": "LBHNC",
+        "kvbm, inside only": "LBNHC",
+        "kvbm, blocks outermost": "BLHNC",
+        "beside nixl": "LBHNC",
+        "PdConnector": "LBHNC",
+        "beside another layout, NHD": "LBNHC",
+    }
+
+
 @pytest.mark.parametrize("kind", ["full", "windowed"])
 def test_the_same_answers_as_alone(
     stack: LiveStack, tmp_path: Path, log_dir: Path, kind: str

@@ -30,6 +30,7 @@ from kvbm_connectors.vllm.block_holds import BlockHolds, evict_from
 from kvbm_connectors.vllm.computation import application_of
 from kvbm_connectors.vllm.count_meter import CountMeter
 from kvbm_connectors.vllm.kv_groups import KvGroup, groups_of, is_hybrid
+from kvbm_connectors.vllm.kv_layout import wanted_layout
 from kvbm_connectors.vllm.metadata import KvbmMetadata, KvbmWorkerMetadata
 from kvbm_connectors.vllm.namespace import (
     Life,
@@ -158,6 +159,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log.info("%s, namespace %s", self._life.engine, self._namespace)
 
     # --- both -------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that vLLM is asked for: see kv_layout.py."""
+        return wanted_layout(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -368,8 +374,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: the scheduler side holds what the host tier pulls."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return (sent, arrived): requests whose blocks are to be freed, requests whose loads are
-        over."""
+        """Return (sent, arrived): requests whose blocks are to be freed, and those that loaded."""
         if self._worker is None:
             return None, None
         return self._worker.sent() or None, self._worker.arrived() or None

@@ -81,6 +81,19 @@ def rewritten_by_drafts(config: Any) -> int | None:
 
 def refusal_of(config: Any, kv_cache_config: Any) -> str:
     """Return why blocks of such an engine cannot be cached; `""` if they can."""
+    if refusal := refusal_of_engine(config) or refusal_of_groups(kv_cache_config):
+        return refusal
+    if is_hybrid(kv_cache_config) and not takes_failed_requests():
+        return "this vLLM cannot be told that a load of several KV groups has failed"
+    try:
+        shape_of(config, kv_cache_config, drafts=drafts_write_kv(config))
+    except UncutShape as error:
+        return str(error)
+    return ""
+
+
+def refusal_of_engine(config: Any) -> str:
+    """Return why an engine cannot be cached, whatever KV groups it has; `""` if it can."""
     parallel = config.parallel_config
     if not config.cache_config.enable_prefix_caching:
         # vLLM turns it off where a kernel cannot begin after a prefix (latent attention on CPU):
@@ -95,18 +108,10 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
         return "routed experts are returned, which vLLM keeps only of blocks that it has computed"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "each rank has a scheduler of its own, which hears of no other rank"
-    if refusal := refusal_of_groups(kv_cache_config):
-        return refusal
-    if is_hybrid(kv_cache_config) and not takes_failed_requests():
-        return "this vLLM cannot be told that a load of several KV groups has failed"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
         return "context parallelism is not supported"
     if getattr(parallel, "prefill_context_parallel_size", 1) != 1:
         return "context parallelism is not supported"
-    try:
-        shape_of(config, kv_cache_config, drafts=drafts_write_kv(config))
-    except UncutShape as error:
-        return str(error)
     return ""
 
 
