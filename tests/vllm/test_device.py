@@ -26,8 +26,9 @@ pytestmark = [
 
 PROGRAMS = 6
 KINDS = (
-    "plain", "repeated names", "repeated names, drafts", "gemma3", "gptoss", "gemma4",
-    "mistral", "retained", "llama4", "chunks", "gdn", "mamba2", "partial", "mamba",
+    "plain", "heads outside", "heads inside", "repeated names", "repeated names, drafts",
+    "gemma3", "gptoss", "gemma4", "mistral", "retained", "llama4", "chunks", "gdn", "mamba2",
+    "partial", "mamba",
     "dense states", "every state", "deepseek v3.2", "deepseek v4", "short windows", "odd sizes",
     "odd states", "all kinds", "drafts", "drafting layers", "guessing", "draft model", "aborted",
     "aborted drafts",

@@ -32,6 +32,8 @@ class Kind:
     aborts_preempted: bool = False
     """Resets are more frequent, and a request that one has preempted is aborted at once. Offers are
     pulled late."""
+    layout: str = "LBHNC"
+    """Where heads lie, of an engine whose pages have one size."""
     repeats_names: bool = False
     """A request may have the name of one that has ended, as vLLM allows by a variable."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -43,9 +45,10 @@ def _attention() -> dict[str, Any]:
     return FEATURES | {"dtype": torch.float32}
 
 
-def full(tokens: int = TOKENS) -> Any:
+def full(tokens: int = TOKENS, heads: int = 1) -> Any:
     """Full attention."""
-    return specs.FullAttentionSpec(block_size=tokens, **_attention())
+    features = _attention() | {"num_kv_heads": heads}
+    return specs.FullAttentionSpec(block_size=tokens, **features)
 
 
 def window(size: int = 9, tokens: int = TOKENS, **more: Any) -> Any:
@@ -96,6 +99,8 @@ def latent_window() -> Any:
 
 KINDS: dict[str, Kind] = {
     "plain": Kind(lambda: [full()]),
+    "heads outside": Kind(lambda: [full(heads=2)]),
+    "heads inside": Kind(lambda: [full(heads=2)], layout="LBNHC"),
     "repeated names": Kind(lambda: [full()], repeats_names=True),
     "repeated names, drafts": Kind(
         lambda: [full()], drafts=2, draft_groups=(0,), repeats_names=True
@@ -159,5 +164,5 @@ def config_of(kind: Kind, tokens: int, in_flight: int) -> Any:
         kv_cache_tensors=[],
         kv_cache_groups=groups,
         prefix_cache_retention_interval=kind.arguments.get("prefix_cache_retention_interval", 0),
-        kv_cache_layout="LBHNC",
+        kv_cache_layout=kind.layout,
     )

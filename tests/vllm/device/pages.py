@@ -1,8 +1,8 @@
 """Device memory as real bytes: vLLM's own tensors of a kind, laid out as its model runner does.
 
-A cell is filled with pairs of 64-bit numbers: which layer of which group it is, and the prefix. So
-what attention reads is checked in every layer, and a page that was loaded for another group, layer
-or token is seen. Runs in vLLM's environment.
+A cell is filled with pairs of 64-bit numbers: which head of which layer and group it is, and the
+prefix. So what attention reads is checked in every layer, and a page that was loaded for another
+group, layer, head or token is seen. Runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ LAYERS = 2
 """Of each group, unless its specs name them."""
 GROUP_TAG = 0x6B76_0000_0100
 """A layer's number is a multiple of this, and its own: nothing that a block holds by chance."""
+HEAD_TAG = 0x1_0000_0000_0000
+"""A head's number is a multiple of this beside that of its layer."""
 SPOILT = 0x5A5A_5A5A
 
 
@@ -37,7 +39,7 @@ def laid_out(config: Any, vllm_config: Any) -> Any:
     """
     groups = [_with_layers(number, group) for number, group in enumerate(config.kv_cache_groups)]
     sizes = {group.kv_cache_spec.page_size_bytes for group in groups}
-    layout = "LBHNC" if len(sizes) == 1 else "BLHNC"
+    layout = config.kv_cache_layout if len(sizes) == 1 else "BLHNC"
     cache = vllm_config.cache_config
     cache.kv_cache_layout, cache.num_gpu_blocks_override = layout, config.num_blocks
     placed = get_kv_cache_config_from_groups(vllm_config, groups, 1)
@@ -66,7 +68,7 @@ class Layer:
 
     tag: int
     numbers: np.ndarray[Any, np.dtype[np.int64]]
-    """[block, place, number]."""
+    """[block, place, head, number]."""
 
 
 class Pages:
@@ -102,7 +104,7 @@ class Pages:
         at = _indices(blocks, places)
         wrong = np.zeros(len(blocks), dtype=bool)
         for layer in self._layers[group.number]:
-            wrong |= (layer.numbers[at] != _right(layer, prefixes)).any(axis=1)
+            wrong |= (layer.numbers[at] != _right(layer, prefixes)).any(axis=(1, 2))
         return int(wrong.argmax()) if wrong.any() else None
 
     def found(self, group: Group, block: int, place: int) -> object:
@@ -133,16 +135,19 @@ class Pages:
 
 
 def _numbers(tensor: Any, group: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return a view [block, place, number] of a layer's tensor."""
+    """Return a view [block, place, head, number] of a layer's tensor."""
     import torch
 
     spec = group.kv_cache_spec
     is_state = type(spec).__name__ == "MambaSpec"
     places = 1 if is_state else int(spec.block_size)
-    numbers: np.ndarray[Any, np.dtype[np.int64]] = (
-        tensor.view(torch.int64).view(tensor.shape[0], places, -1).numpy()
-    )
-    assert numbers.shape[2] % 2 == 0, numbers.shape
+    whole = tensor.view(torch.int64)
+    if is_state or getattr(spec, "num_kv_heads", 1) == 1:
+        whole = whole.view(tensor.shape[0], places, 1, -1)
+    else:
+        whole = whole.permute(0, 2, 1, 3)  # vLLM's order is block, head, place.
+    numbers: np.ndarray[Any, np.dtype[np.int64]] = whole.numpy()
+    assert numbers.shape[3] % 2 == 0, numbers.shape
     return numbers
 
 
@@ -152,7 +157,9 @@ def _indices(blocks: Sequence[int], places: Sequence[int]) -> tuple[Any, Any]:
 
 
 def _right(layer: Layer, prefixes: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    rows = np.empty((len(prefixes), layer.numbers.shape[2]), dtype=np.int64)
-    rows[:, 0::2] = layer.tag
-    rows[:, 1::2] = np.array(prefixes, dtype=np.int64)[:, None]
+    """Return what these places hold; each head has numbers of its own."""
+    heads, count = layer.numbers.shape[2:]
+    rows = np.empty((len(prefixes), heads, count), dtype=np.int64)
+    rows[:, :, 0::2] = layer.tag + HEAD_TAG * np.arange(heads)[:, None]
+    rows[:, :, 1::2] = np.array(prefixes, dtype=np.int64)[:, None, None]
     return rows
