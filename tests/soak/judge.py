@@ -67,7 +67,7 @@ BOUNDS = {
     "series": Bound(120.0),
     "registry messages": Bound(8.0, 2.2),
     "state beside streams": Bound(24.0 * MIB),
-    "entries": Bound(24.0, 0.25),
+    "entries": Bound(16.0, 0.2),
 }
 """By quantity. A leak of one entry for an engine is some blocks of Python for each engine.
 
