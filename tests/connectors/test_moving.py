@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kvbm_common.wire.local import Bye, Found, Hello, Moved, to_host_tier
 from kvbm_connectors.client.link import BEAT_MS, SILENCE_BEATS, LinkState
 from kvbm_connectors.client.link_thread import LinkThread
@@ -97,6 +98,7 @@ def test_a_host_tier_that_falls_silent_while_we_leave_is_left_at_once() -> None:
     assert (driven.state(), driven.link.endpoint) == (LinkState.MOVING, THERE)
 
 
+@pytest.mark.slow
 def test_on_real_sockets_it_follows_and_comes_home_when_nobody_is_there(tmp_path: Path) -> None:
     """1. The front sends it to another, where it is welcomed. 2. That one dies: after a while it
 

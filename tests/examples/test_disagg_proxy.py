@@ -204,6 +204,7 @@ def ask(url: str, prompt: str = "a", **more: object) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": "Bearer k"})
 
 
+@pytest.mark.slow
 def test_a_request_is_prefilled_and_then_decoded(workers: list[Worker], proxy: str) -> None:
     """Goal: prefill computes one token, and decode is told where its blocks are."""
     reply = ask(proxy, min_tokens=2, stream_options={"include_usage": True})
@@ -221,6 +222,7 @@ def test_a_request_is_prefilled_and_then_decoded(workers: list[Worker], proxy: s
     ] * 2
 
 
+@pytest.mark.slow
 def test_requests_are_spread_over_the_workers(workers: list[Worker], proxy: str) -> None:
     """Goal: workers take turns, and one with a request is passed over as long as it has it."""
     for _ in range(4):
@@ -235,6 +237,7 @@ def test_requests_are_spread_over_the_workers(workers: list[Worker], proxy: str)
         busy.go_on.set()
 
 
+@pytest.mark.slow
 def test_a_stream_passes_while_it_comes(workers: list[Worker], proxy: str) -> None:
     """Goal: the first piece is with the client before the worker has made the second."""
     body = {"prompt": "a", "stream": True}
@@ -247,6 +250,7 @@ def test_a_stream_passes_while_it_comes(workers: list[Worker], proxy: str) -> No
         assert "".join(pieces) == PIECES[1]
 
 
+@pytest.mark.slow
 def test_what_vllm_refuses_the_client_hears(workers: list[Worker], proxy: str) -> None:
     """Goal: the status and the words of a worker; decode is not bothered."""
     reply = ask(proxy, "too long")
@@ -320,6 +324,7 @@ def test_a_prefill_worker_that_hands_no_blocks_over_is_named(
     assert "hands no blocks over" in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_gone_is_passed_over(workers: list[Worker]) -> None:
     """Goal: one dead worker of each kind fails no request, and is left alone as long as another
     one answers; with none left the error names each."""
@@ -343,6 +348,7 @@ def test_a_worker_that_is_gone_is_passed_over(workers: list[Worker]) -> None:
         assert f"decode worker {worker.url} gave no answer" in message
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_back_is_asked_after_some_time(workers: list[Worker]) -> None:
     """Goal: a worker that was restarted has its share of the requests."""
     with proxy_before(workers, "--retry-s", "0.1") as proxy:
@@ -355,6 +361,7 @@ def test_a_worker_that_is_back_is_asked_after_some_time(workers: list[Worker]) -
             back.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_breaks_off_is_not_replaced(workers: list[Worker], proxy: str) -> None:
     """Goal: what a worker has begun is not sent to another one: the blocks may be gone."""
     for worker in workers[2:]:
@@ -365,6 +372,7 @@ def test_a_worker_that_breaks_off_is_not_replaced(workers: list[Worker], proxy: 
     assert sorted(len(worker.asked) for worker in workers[2:]) == [0, 1]
 
 
+@pytest.mark.slow
 def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(
     workers: list[Worker], proxy: str
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_second_signal_does_not_leave_processes(
     wait_for(lambda: not shell.left(), "processes are left")  # SIGKILL takes a moment.
 
 
+@pytest.mark.slow
 def test_a_signal_before_any_command_leaves_no_processes(shell: Shell) -> None:
     """Goal: a process that has begun is noted before the script ends.
 

@@ -119,6 +119,7 @@ def world() -> Iterator[World]:
         yield made
 
 
+@pytest.mark.slow
 def test_the_best_engine_gets_the_request(world: World) -> None:
     """Goal: KVBM's order decides, and it is asked for these engines with the engines' namespace."""
     assert world.taken_by(2) == ["a", "a"]
@@ -133,6 +134,7 @@ def test_the_best_engine_gets_the_request(world: World) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_text_is_tokenized_by_an_engine(world: World) -> None:
     assert world.ask("some words").is_success
     assert world.questions()[0]["tokens"] == [7, 8, 9]
@@ -141,6 +143,7 @@ def test_a_text_is_tokenized_by_an_engine(world: World) -> None:
     assert len(world.questions()) == 2
 
 
+@pytest.mark.slow
 def test_load_is_what_the_proxy_has_given(world: World) -> None:
     """Goal: a request waits until its first piece, then it runs; KVBM hears of both.
 
@@ -159,6 +162,7 @@ def test_load_is_what_the_proxy_has_given(world: World) -> None:
     assert world.questions()[-1]["engines"][0]["running"] == 0
 
 
+@pytest.mark.slow
 def test_requests_that_come_together_know_of_each_other(world: World) -> None:
     """Goal: an order that was asked for before other requests counted is corrected.
 
@@ -192,6 +196,7 @@ def test_requests_that_come_together_know_of_each_other(world: World) -> None:
     assert taken == ["a", "a", "a", "b"]
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_passed_over(world: World) -> None:
     """Goal: no request fails, though KVBM still ranks the dead engine first."""
     world.engines[0].close()
@@ -202,6 +207,7 @@ def test_a_dead_engine_is_passed_over(world: World) -> None:
     assert "gave no answer" in failed.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_what_an_engine_has_begun_is_not_sent_again(world: World) -> None:
     for worker in world.engines:
         worker.answer = hung_up
@@ -209,6 +215,7 @@ def test_what_an_engine_has_begun_is_not_sent_again(world: World) -> None:
     assert sorted(world.counts()) == [0, 1]
 
 
+@pytest.mark.slow
 def test_an_answer_that_breaks_off_is_seen(world: World) -> None:
     for worker in world.engines:
         worker.breaks = True
@@ -218,6 +225,7 @@ def test_an_answer_that_breaks_off_is_seen(world: World) -> None:
     assert sorted(world.counts()) == [0, 1]
 
 
+@pytest.mark.slow
 def test_an_engine_that_says_nothing_is_given_up() -> None:
     """Goal: no request waits without end; the other engine does not get it as well."""
     with proxied("--silence-s", "0.3") as world:
@@ -228,6 +236,7 @@ def test_an_engine_that_says_nothing_is_given_up() -> None:
         assert world.counts() == [1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["gone", "silent", "refuses", "ranks nobody", "odd"])
 def test_without_kvbm_the_engines_share_the_requests(trouble: str) -> None:
     """Goal: KVBM may be away, slow, or know nothing: requests are answered, and spread."""
@@ -245,6 +254,7 @@ def test_without_kvbm_the_engines_share_the_requests(trouble: str) -> None:
         assert sorted(world.taken_by(4)) == ["a", "a", "b", "b"]
 
 
+@pytest.mark.slow
 def test_a_token_that_is_replaced_is_read_again(tmp_path: Path) -> None:
     """Goal: a rotation of KVBM's token costs no request its best engine."""
     file = tmp_path / "token"
@@ -258,6 +268,7 @@ def test_a_token_that_is_replaced_is_read_again(tmp_path: Path) -> None:
         assert sorted(world.taken_by(2)) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_kvbm_leaves_out_is_the_last_choice(world: World) -> None:
     world.kvbm.best = ["b"]
     assert world.taken_by(2) == ["b", "b"]
@@ -265,6 +276,7 @@ def test_an_engine_that_kvbm_leaves_out_is_the_last_choice(world: World) -> None
     assert world.taken_by(1) == ["a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
 def test_an_engine_that_kvbm_does_not_rank_shares_the_load(world: World, together: bool) -> None:
     """Goal: no healthy engine idles. One is attached, and has more to do than the whole prompt."""
@@ -285,6 +297,7 @@ def test_an_engine_that_kvbm_does_not_rank_shares_the_load(world: World, togethe
     assert taken == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_an_answer_is_not_compressed_and_keeps_its_headers(world: World) -> None:
     """Goal: the client reads what the engine has said, with its headers, but its connection's."""
     world.engines[0].more_headers = {"Retry-After": "7", "X-Request-Id": "one", "Keep-Alive": "5"}
@@ -296,6 +309,7 @@ def test_an_answer_is_not_compressed_and_keeps_its_headers(world: World) -> None
     assert sent["accept-encoding"] == "identity"
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_before_the_first_byte_stops_the_engine(world: World) -> None:
     """Goal: no engine computes for a client that has gone."""
     world.engines[0].answer = lambda worker, body: (worker.go_on.wait(), engine(worker, body))[1]
@@ -313,6 +327,7 @@ def hung_up_on(worker: Worker) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_an_engine_that_says_nothing_is_left_alone() -> None:
     """Goal: a hung engine costs one request, not each; neither is it asked for tokens."""
     with proxied("--silence-s", "0.3") as world:
@@ -323,6 +338,7 @@ def test_an_engine_that_says_nothing_is_left_alone() -> None:
         assert len(world.engines[0].asked) == 1
 
 
+@pytest.mark.slow
 def test_engines_take_turns_if_that_is_wanted() -> None:
     with proxied("--policy", "turns") as world:
         assert world.taken_by(4) == ["a", "b", "a", "b"]

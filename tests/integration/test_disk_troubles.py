@@ -55,6 +55,7 @@ def status(run: Running) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_of_two_disks_one_may_be_read_only(tmp_path: Path) -> None:
     """Goal: a directory that cannot be used costs its blocks and nothing else, and comes back.
@@ -90,6 +91,7 @@ async def test_of_two_disks_one_may_be_read_only(tmp_path: Path) -> None:
             assert snapshot.parts, "the disk that was read-only has blocks"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_of_two_disks_one_may_hang(tmp_path: Path) -> None:
     """Goal: a disk that answers nothing, as of a dead server, keeps no stack from its start.

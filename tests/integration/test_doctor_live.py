@@ -58,6 +58,7 @@ def doctor(run: Running, *options: str) -> tuple[int, list[dict[str, str]]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_stack_at_work_is_well_and_its_bounds_are_all_looked_at() -> None:
     """1. Engines fill the tiers. 2. Each service shows each of its bounds, and none is beyond its
@@ -78,6 +79,7 @@ async def test_a_stack_at_work_is_well_and_its_bounds_are_all_looked_at() -> Non
         assert findings[0]["found"].startswith(f"{count} bounds of 5 services on 1 hosts")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_worn_history_is_found_on_a_running_stack() -> None:
     """1. Eight explanations are kept. 2. Many more lookups come. 3. The doctor says how far back
@@ -91,6 +93,7 @@ async def test_a_worn_history_is_found_on_a_running_stack() -> None:
     assert code == (1 if finding["level"] == "wrong" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_service_that_is_killed_is_found() -> None:
     """1. The disk tier is killed. 2. It is wrong while the registry still names it, for a minute

@@ -60,6 +60,7 @@ def fetched(settings: Settings) -> list[list[str]]:
     return [["curl", "-f", *shlex.split(line.replace(default, port))[1:]] for line in lines]
 
 
+@pytest.mark.slow
 async def test_commands_work(stack: Running, tmp_path: Path) -> None:
     """Goal: what a document tells to type answers, and none of it fails.
 

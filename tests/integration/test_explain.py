@@ -54,6 +54,7 @@ def reasons(told: Any) -> list[tuple[int, str, str]]:
     return [(one["blocks"], one["reason"] or "hit", one["tier"]) for one in segments]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_an_operator_asks_why(stack: Running) -> None:
     """1. New. 2. A hit. 3. Another salt. 4. Left host memory, and not on disk.

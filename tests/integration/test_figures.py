@@ -17,6 +17,7 @@ KVBM_NAMES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_figures_of_a_working_stack() -> None:
     """Goal: engines at work make nobody unready; KVBM's names are exact; all are explained."""

@@ -32,6 +32,7 @@ async def status(client: httpx.AsyncClient) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "stopped", [("host-tier", "disk-tier", "consolidator"), ("host-tier", "disk-tier")]

@@ -30,6 +30,7 @@ def demo(*arguments: str, json: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, orjson.loads(json.read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_demo_uses_every_tier_and_verifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,6 +53,7 @@ def test_the_demo_uses_every_tier_and_verifies(
     shm_dir.rmdir()  # Only an empty directory can be removed.
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_demo_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM comes while requests run: no directory, no shared memory, no process of it stays."""
@@ -91,6 +93,7 @@ def test_what_a_killed_demo_leaves_is_swept_by_the_next(monkeypatch: pytest.Monk
         assert list(Path(shm_dir).iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_disk_tier_that_cannot_be_made_is_said_at_once_and_fails_the_run(
     monkeypatch: pytest.MonkeyPatch,
@@ -111,6 +114,7 @@ def test_a_disk_tier_that_cannot_be_made_is_said_at_once_and_fails_the_run(
         assert "no room for" in (kept / "disk-tier.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_logs_of_a_stack_that_does_not_start_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory() as directory:
         monkeypatch.setenv("TMPDIR", directory)

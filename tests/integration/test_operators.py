@@ -128,6 +128,7 @@ async def test_an_operators_day(stack: Running) -> None:
             "filter"} <= set(verbs)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 async def test_what_is_typed_wrongly(stack: Running) -> None:
     """1 for a refusal, 2 for what cannot be meant; a sentence on standard error."""

@@ -170,6 +170,7 @@ async def test_every_panel_and_alert_has_its_figures(tmp_path: Path) -> None:
             assert await asked.values('ALERTS{alertstate="firing"}') == []
 
 
+@pytest.mark.slow
 @needs_prometheus
 def test_alerts_fire_when_they_must() -> None:
     """promtool runs the rules over made-up series."""

@@ -33,6 +33,7 @@ async def stored(run: Running, kind: str) -> int:
     return slots["inactive"] + slots["active"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["disk-tier", "object-tier"])
 async def test_the_first_lookup_of_a_new_life_is_filled(kind: str, tmp_path: Path) -> None:

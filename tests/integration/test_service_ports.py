@@ -59,6 +59,7 @@ def check_with_promtool(text: str) -> None:
         assert done.returncode in (0, 3), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_every_service_answers_on_a_port_of_its_own() -> None:
     """Goal: alive, ready, and the same metrics as the fleet's page has of it."""

@@ -93,6 +93,7 @@ def third(run: Running) -> ServiceProcess:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_host_tiers_join_drain_leave_and_die_under_traffic() -> None:
     """Goal: no request is lost and no byte is wrong, whatever becomes of the host tiers.

@@ -130,6 +130,7 @@ class RegistryContract:
         await wait_until(lambda: True)
         assert len(events) == 1
 
+    @pytest.mark.slow
     async def test_heartbeats_keep_a_service_alive(self, make: MakeRegistry) -> None:
         """Goal: nobody leaves while its process lives. Method: watch for three times the TTL."""
         ours, theirs = await make(), await make()
@@ -140,6 +141,7 @@ class RegistryContract:
             await wait_until(lambda: len(events) > 1, deadline_s=3 * TTL_S)
         assert len(await theirs.list()) == 1
 
+    @pytest.mark.slow
     async def test_silent_service_expires(self, make: MakeRegistry) -> None:
         """Goal: a killed process leaves within its TTL. Method: end its heartbeats only."""
         ours, theirs = await make(), await make()
@@ -169,6 +171,7 @@ class RegistryContract:
         assert events[3] == Left(entries[1].record, "deleted")
         assert await theirs.list(ENGINE) == [entries[2].record]
 
+    @pytest.mark.slow
     async def test_a_silent_process_leaves_with_all_that_it_has_entered(
         self, make: MakeRegistry
     ) -> None:
@@ -185,6 +188,7 @@ class RegistryContract:
         left = [event.reason for event in events[2:] if isinstance(event, Left)]
         assert left == ["expired", "expired"]
 
+    @pytest.mark.slow
     async def test_what_was_entered_beside_an_entry_stays_without_it(
         self, make: MakeRegistry
     ) -> None:

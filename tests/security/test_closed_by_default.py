@@ -83,6 +83,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
+@pytest.mark.slow
 @in_loop_of_stack
 async def test_nothing_listens_beyond_this_machine(stack: Running) -> None:
     """Goal: another machine finds no port: not of NATS, HTTP, engines, routers, nor of UCX."""
@@ -121,6 +122,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
+@pytest.mark.slow
 @in_loop_of_stack
 async def test_without_credentials_nothing_is_read_or_changed(stack: Running) -> None:
     """Goal: the attacks of an anonymous neighbour fail at the door.
@@ -170,6 +172,7 @@ def variables_of(pid: int) -> set[str]:
     return {one.partition(b"=")[0].decode() for one in environ}
 
 
+@pytest.mark.slow
 async def test_a_secret_reaches_the_service_that_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,6 +192,7 @@ async def test_a_secret_reaches_the_service_that_needs_it(
             }, kind
 
 
+@pytest.mark.slow
 @in_loop_of_stack
 async def test_no_secret_is_printed(stack: Running) -> None:
     """Goal: logs and commands can be shown to others.
@@ -279,6 +283,7 @@ def test_a_state_directory_that_others_may_change_is_refused(name: str, tmp_path
     assert "no other user may write to" in told.stderr
 
 
+@pytest.mark.slow
 def test_the_nats_of_kvbm_up_is_not_opened_to_others(tmp_path: Path) -> None:
     """It has no TLS: passwords would cross the network."""
     told = served(["up"], {"KVBM_NATS_URL": f"nats://0.0.0.0:{free_port()}"}, tmp_path)

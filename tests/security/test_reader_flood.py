@@ -164,6 +164,7 @@ async def read_one(guarded: GuardedNats) -> dict[str, Any]:
         await client.close()
 
 
+@pytest.mark.slow
 async def test_an_index_reads_a_stream_that_others_have_used_up(
     guarded: GuardedNats, admin: Bus, attacker: Bus
 ) -> None:
@@ -183,6 +184,7 @@ async def test_an_index_reads_a_stream_that_others_have_used_up(
         assert await refused_readers(admin) == {EVENTS.name, REGISTRY.name}
 
 
+@pytest.mark.slow
 async def test_a_thousand_durable_readers_leave_room_for_others(
     guarded: GuardedNats, admin: Bus, attacker: Bus
 ) -> None:
@@ -192,6 +194,7 @@ async def test_a_thousand_durable_readers_leave_room_for_others(
     assert (await read_one(guarded))["source"] == "host-tier-0"
 
 
+@pytest.mark.slow
 async def test_a_flood_of_readers_at_a_stack_of_one_machine(tmp_path: Path) -> None:
     """The server of `kvbm up`, whose users are no account: an index reads all the same, and so
     does one more reader. Without a limit of ours the server has one of 1,000 for each stream."""
@@ -214,6 +217,7 @@ async def test_a_flood_of_readers_at_a_stack_of_one_machine(tmp_path: Path) -> N
             await bus.close()
 
 
+@pytest.mark.slow
 async def test_a_durable_reader_without_a_listener_ends(
     guarded: GuardedNats, admin: Bus, attacker: Bus
 ) -> None:

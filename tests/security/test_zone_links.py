@@ -36,6 +36,7 @@ async def count(bus: Bus, stream: str) -> int:
     return last
 
 
+@pytest.mark.slow
 async def test_a_zone_that_denies_nothing_reaches_no_stream_of_the_fleet(tmp_path: Path) -> None:
     """Goal: the fleet's own configuration keeps a zone's messages out of its streams.
 

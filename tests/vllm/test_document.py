@@ -52,6 +52,7 @@ def test_counters_that_the_document_names_exist() -> None:
     assert missing - {"link"} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_shows_what_the_document_shows(script: Path, tmp_path: Path) -> None:
     """Goal: a script passes the configurations of the document, and is a line of the README.

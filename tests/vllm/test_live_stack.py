@@ -15,6 +15,7 @@ from tests.waiting import stop_child
 QUESTION_S = 0.3
 
 
+@pytest.mark.slow
 def test_a_service_that_is_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a test does not fail because a service had no processor while it was asked.
 

@@ -275,6 +275,7 @@ def linked(endpoint: str) -> Iterator[Linked]:
     linked.thread.close()
 
 
+@pytest.mark.slow
 def test_a_quiet_link_rests_between_its_beats(endpoint: str) -> None:
     """1. Ticks come with the beats, while nothing needs them. 2. What may wait for the next message
     still leaves before the next beat. 3. Who needs ticks has them again at once."""

@@ -190,6 +190,7 @@ def test_an_offer_that_nobody_answers_ends_by_its_deadline(
     assert half.counts()["offers_ended.deadline"] == 1
 
 
+@pytest.mark.slow
 def test_without_a_consolidator_the_engine_keeps_no_block_for_an_offer(
     half: Half, host: Host
 ) -> None:

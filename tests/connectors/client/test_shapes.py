@@ -169,6 +169,7 @@ def pairs(draw: st.DrawFn) -> tuple[Model, Grid, Shape, Shape]:
     return model, grid, draw(shapes(model, grid)), draw(shapes(model, grid))
 
 
+@pytest.mark.slow
 @given(pairs(), st.permutations(range(BLOCKS)), st.permutations(range(BLOCKS)), st.data())
 @settings(max_examples=150, deadline=None)
 def test_what_any_shape_writes_any_other_reads(

@@ -245,6 +245,7 @@ def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
 
 
+@pytest.mark.slow
 def test_a_stopped_host_tier_fails_loads_at_their_deadline_and_its_late_bytes_land_elsewhere(
     tcp_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def settings(nats_server: NatsServer, tmp_path: Path) -> Settings:
     return settings_of(nats_server, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 async def test_a_reader_made_after_the_example_survives_kills_of_the_consolidator(
     settings: Settings, tmp_path: Path

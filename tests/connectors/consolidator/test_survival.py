@@ -72,6 +72,7 @@ async def engine(settings: Settings) -> AsyncIterator[Engine]:
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_second_consolidator_refuses_and_the_first_does_not_notice(
     settings: Settings, engine: Engine, bus: Bus
 ) -> None:
@@ -95,6 +96,7 @@ async def test_a_second_consolidator_refuses_and_the_first_does_not_notice(
     await wait_agreed(bus, engine)
 
 
+@pytest.mark.slow
 async def test_streams_that_are_deleted_under_us(engine: Engine, bus: Bus) -> None:
     """Both streams go while the engine works: the index and the consolidated stream converge."""
     device = engine.device

@@ -232,6 +232,7 @@ def test_a_file_that_cannot_be_written_hides_what_was_stored(
     assert writer.read() == reader.read() != told
 
 
+@pytest.mark.slow
 def test_a_storage_names_pages_afresh_after_a_flush(
     attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:

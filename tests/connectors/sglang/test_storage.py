@@ -141,6 +141,7 @@ def test_a_question_is_answered_with_what_is_there_now(attach: Attach) -> None:
     assert taken(storage, pool, keys, 6) == [True] * COUNT
 
 
+@pytest.mark.slow
 def test_a_question_is_asked_again_after_its_lease(attach: Attach, stack: LiveStack) -> None:
     """A lease that has ended is no miss: the pages are there."""
     pool = Pool()
@@ -446,6 +447,7 @@ def test_batches_are_told_once(attach: Attach) -> None:
     assert storage.statistics().read_pages == []
 
 
+@pytest.mark.slow
 def test_a_host_tier_that_is_killed(attach: Attach, stack: LiveStack) -> None:
     """1. It dies: listed pages may be promised for a moment, nothing wrong is ever loaded, nothing
     raises, and nobody waits longer than a deadline. 2. It is back: stored and found again."""

@@ -35,6 +35,7 @@ def stack() -> Iterator[LiveStack]:
         yield stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_question_for_states_waits_for_one_deadline(
     attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch, ranks: int
@@ -118,6 +119,7 @@ def test_one_part_of_a_write_waits_where_nothing_is_pulled(
         wait_for(lambda: all(storage.set(keys, pool.indices(range(COUNT)), None)))
 
 
+@pytest.mark.slow
 def test_a_call_with_a_long_deadline_ends_before_a_flush_does(
     attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ async def test_an_engine_that_ends_leaves_no_file(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]
 
 
+@pytest.mark.slow
 async def test_engines_that_hang_are_ended_side_by_side(tmp_path: Path) -> None:
     """Goal: a demo that is ended does not wait for one engine after the other.
 
@@ -121,6 +122,7 @@ async def test_engines_whose_stop_is_broken_off_are_killed(tmp_path: Path) -> No
     await engine.kill()  # Its exit is heard before the loop ends.
 
 
+@pytest.mark.slow
 async def test_an_engine_whose_stop_fails_keeps_no_other_from_its_end(tmp_path: Path) -> None:
     class Broken(EngineHandle):
         async def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
@@ -135,6 +137,7 @@ async def test_an_engine_whose_stop_fails_keeps_no_other_from_its_end(tmp_path: 
     assert not lives(pid)
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_cannot_fit_is_an_error_of_its_own(engine: EngineHandle) -> None:
     assert (await engine.request(submit("empty", PROMPT[:0]))).error
     assert (await engine.request(submit("large", np.arange(999, dtype=np.uint32)))).error

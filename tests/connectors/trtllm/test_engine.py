@@ -19,6 +19,7 @@ from tests.waiting import wait_for
 Monkey = pytest.MonkeyPatch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_was_computed_is_loaded_before_the_next_step(
     stack: LiveStack, monkeypatch: Monkey, ranks: int
@@ -286,6 +287,7 @@ def test_a_promise_outlives_the_host_tier(stack: LiveStack, monkeypatch: Monkey)
         assert engine.ask(range(7000, 7020)).external == 16
 
 
+@pytest.mark.slow
 def test_an_engine_without_a_host_tier_computes(stack: LiveStack, monkeypatch: Monkey) -> None:
     """Nobody listens where it was told to look: every request is computed, and nothing is held.
     After a while the log says so."""

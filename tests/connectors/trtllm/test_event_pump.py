@@ -89,6 +89,7 @@ def stored(event_id: int, tokens: list[int], salt: str | None = None) -> dict[st
     return {"event_id": event_id, "data": data, "window_size": 4096}
 
 
+@pytest.mark.slow
 def test_pulled_events_reach_the_index_under_our_names(
     stack: LiveStack, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

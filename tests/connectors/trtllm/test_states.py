@@ -141,6 +141,7 @@ def run(stack: LiveStack, examples: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_engine_in_any_order(stack: LiveStack) -> None:
     run(stack, 12)
 

@@ -98,6 +98,7 @@ def test_a_standby_waits_for_the_death_of_the_one_that_serves(tmp_path: Path) ->
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "expected"), [("index", "index-1"), ("host-tier", "host-tier-0")])
 def test_the_service_has_the_number_and_the_lock(tmp_path: Path, kind: str, expected: str) -> None:
     """Goal: the lock outlives the exec into the service, which knows its number.

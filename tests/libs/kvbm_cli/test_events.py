@@ -396,6 +396,7 @@ async def test_the_consumer_asks_who_answers_for_each_source(
     await running.end()
 
 
+@pytest.mark.slow
 async def test_the_consumer_leaves_out_a_source_that_cannot_say_what_it_holds(
     guarded: Settings, admin: Bus, tmp_path: Path
 ) -> None:
@@ -430,6 +431,7 @@ async def test_the_consumer_leaves_out_a_source_that_cannot_say_what_it_holds(
     await running.end()
 
 
+@pytest.mark.slow
 async def test_the_consumer_hears_the_events_after_nats_has_lost_its_store(
     guarded_server: NatsServer, guarded: Settings, admin: Bus, tmp_path: Path
 ) -> None:

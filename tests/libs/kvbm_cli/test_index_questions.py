@@ -49,6 +49,7 @@ async def kvbm(url: str, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), errors.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("holding")
 async def test_questions_are_answered(nats_url: str, tmp_path: Path) -> None:
     names = [block.hex() for block in CHAIN]

@@ -8,6 +8,7 @@ import pytest
 from kvbm_cli.looks import look_at_once
 
 
+@pytest.mark.slow
 def test_a_look_that_hangs_is_left_out() -> None:
     def hang() -> str:
         threading.Event().wait()

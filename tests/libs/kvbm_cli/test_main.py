@@ -78,6 +78,7 @@ def test_no_verb_has_the_name_of_a_command_of_ours() -> None:
     assert not ours & {verb.command for verb in OPERATOR_VERBS}
 
 
+@pytest.mark.slow
 async def test_a_shell_completes_commands() -> None:
     """The protocol of click: the words so far in, the next ones out."""
     environ = {
@@ -98,12 +99,14 @@ async def test_completion_is_for_the_shell_that_is_named() -> None:
     assert "'tsch' is not one of 'bash', 'zsh', 'fish'" in errors
 
 
+@pytest.mark.slow
 async def test_config_table_is_for_people() -> None:
     code, output, _ = await call("config")
     assert code == 0
     assert "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS" in output
 
 
+@pytest.mark.slow
 async def test_config_never_prints_a_secret() -> None:
     """Neither as a table nor as JSON; that it is set can be seen."""
     for arguments in ((), ("--json",)):
@@ -115,6 +118,7 @@ async def test_config_never_prints_a_secret() -> None:
         assert output.count("(set)") == 2
 
 
+@pytest.mark.slow
 async def test_bad_setting_ends_with_a_clear_line() -> None:
     code, _, errors = await call("config", DYN_KVBM_METRICS="maybe")
     assert code == 2
@@ -137,6 +141,7 @@ async def test_up_needs_kinds_that_it_knows(kinds: str) -> None:
     assert "accepts kinds of services: consolidator, disk-tier, host-tier, index," in errors
 
 
+@pytest.mark.slow
 async def test_broken_command_does_not_break_the_others(tmp_path: Path) -> None:
     """Goal: a package that cannot be imported only loses its own command."""
     information = tmp_path / "kvbm_broken-0.1.dist-info"
@@ -182,6 +187,7 @@ async def start_up(
     return process, "".join(lines)
 
 
+@pytest.mark.slow
 async def test_up_prints_what_listens_where_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     """Goal: foreground life of a small stack; SIGINT ends it with 0, leaving nothing."""
     process, printed = await start_up(tmp_path, port := free_port())
@@ -192,6 +198,7 @@ async def test_up_prints_what_listens_where_and_stops_on_ctrl_c(tmp_path: Path) 
     assert not await asyncio.to_thread((tmp_path / "run").exists)
 
 
+@pytest.mark.slow
 async def test_up_stops_in_order_when_its_terminal_is_closed(tmp_path: Path) -> None:
     """Goal: services take their leave while NATS is still there."""
     process, _ = await start_up(tmp_path, free_port())
@@ -229,6 +236,7 @@ def test_up_without_its_terminal_ends_without_an_error(tmp_path: Path) -> None:
     assert "Traceback" not in errors.read_text()
 
 
+@pytest.mark.slow
 async def test_up_behind_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     """Goal: who has asked for that, with `nohup`, gets it."""
     process, _ = await start_up(tmp_path, free_port(), "nohup")

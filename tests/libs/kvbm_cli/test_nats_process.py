@@ -55,6 +55,7 @@ async def test_a_nats_whose_streams_cannot_be_made_is_kept(
     await nats.stop(deadline_s=1.0)
 
 
+@pytest.mark.slow
 async def test_a_nats_that_ends_before_it_has_its_streams_is_restarted_at_once(
     tmp_path: Path,
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_large_arena_has_more_time_to_be_allocated() -> None:
     assert ready_deadline_s("host-tier-1", settings) == small + 800
 
 
+@pytest.mark.slow
 async def test_killed_service_starts_again_with_a_later_epoch() -> None:
     """Goal: kill -9 and start, as the fault tests do."""
     async with Stack.private(services=["sample"]) as stack:
@@ -101,6 +102,7 @@ async def test_killed_service_starts_again_with_a_later_epoch() -> None:
     assert int(second.split()[1]) > int(first.split()[1])
 
 
+@pytest.mark.slow
 async def test_crashed_service_is_started_again() -> None:
     """Goal: with `restart`, a service that dies by itself comes back."""
     async with Stack.private(services=["sample"], restart=True) as stack:
@@ -112,6 +114,7 @@ async def test_crashed_service_is_started_again() -> None:
     assert stack.pids == {}
 
 
+@pytest.mark.slow
 async def test_a_service_is_tried_again_when_the_machine_had_no_process_to_give(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +147,7 @@ async def wait_served(stack: Stack) -> None:
     await bus.close()
 
 
+@pytest.mark.slow
 async def test_crashed_nats_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     """Goal: with `restart`, NATS comes back where it was, and takes the credentials of before."""
     async with Stack.private(services=["sample"], restart=True) as stack:
@@ -228,6 +232,7 @@ async def test_bad_settings_are_not_tried_again() -> None:
     await stack.close()
 
 
+@pytest.mark.slow
 async def test_stubborn_service_is_stopped_in_time() -> None:
     """Goal: less than 5 s even if a service ignores its cancellation: so are the deadlines."""
     assert CLOSE_MAX_S < 5
@@ -247,6 +252,7 @@ async def test_two_stacks_in_one_runtime_directory_are_refused(tmp_path: Path) -
         assert (first.settings.runtime_dir / "stack.lock").exists()
 
 
+@pytest.mark.slow
 async def test_two_stacks_with_one_state_directory_are_refused(tmp_path: Path) -> None:
     """Goal: the second does not write into the first one's JetStream store, or its credentials.
     Method: the second has a name, a port and a runtime directory of its own."""
@@ -308,6 +314,7 @@ async def test_a_further_host_needs_no_credential_of_the_admin(
     assert started == ["host-tier"]
 
 
+@pytest.mark.slow
 async def test_what_another_stack_uses_stays(tmp_path: Path) -> None:
     """Two stacks on a host of one name: the second one fails to start, and cleans up. The first
     one's arena stays; one whose process is gone does not."""

@@ -62,6 +62,7 @@ def test_an_argument_that_is_no_utf8_is_refused(
     assert "UTF-8" in said
 
 
+@pytest.mark.slow
 def test_a_closed_stream_is_no_traceback() -> None:
     """What asks a person refuses where there is no standard input."""
     done = shell("kvbm config >&-")
@@ -72,6 +73,7 @@ def test_a_closed_stream_is_no_traceback() -> None:
     assert shell("kvbm explain '' 2>&-").returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environ", [{"PYTHONIOENCODING": "ascii"}, PLAIN_C])
 def test_a_stream_without_a_character_gets_its_escape(url: str, environ: dict[str, str]) -> None:
     """In a locale without é, and for the arrow of `kvbm doctor`."""

@@ -320,6 +320,7 @@ async def test_hosts_have_the_partition_that_the_server_gives_them(nats_server: 
                 await call_api(fleet.bus, f"STREAM.MSG.GET.OF{count}", wanted)  # Or it raises.
 
 
+@pytest.mark.slow
 async def test_killed_partition_is_named_and_returns(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
@@ -496,6 +497,7 @@ def test_wrong_settings_are_refused(given: dict[str, object], variable: str) -> 
         check_partition(Settings.load({}, given))
 
 
+@pytest.mark.slow
 async def test_guarded_stack_of_two_partitions_serves(tmp_path: Path) -> None:
     """`kvbm up` with two partitions: an index for each, with credentials."""
     services = ("consolidator", "index", "host-tier")

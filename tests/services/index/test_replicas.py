@@ -201,6 +201,7 @@ async def test_an_index_writes_an_image_in_the_place_of_one_of_another_time(
         await wait_image(bus, 1)
 
 
+@pytest.mark.slow
 async def test_an_image_of_another_stream_is_checked_with_the_sources(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:
@@ -217,6 +218,7 @@ async def test_an_image_of_another_stream_is_checked_with_the_sources(
         assert source.snapshots == 1
 
 
+@pytest.mark.slow
 async def test_each_replica_is_complete(nats_server: NatsServer, bus: Bus, tmp_path: Path) -> None:
     """Whoever of the queue group answers knows everything."""
     async with Source.living(bus) as source, replicas(nats_server, tmp_path, 2) as both:

@@ -145,6 +145,7 @@ async def test_the_consolidator_lives_with_a_full_store(
             await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_reader_that_a_small_stream_outruns_asks_the_sources(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:

@@ -179,6 +179,7 @@ async def same_messages(zoned: ZonedFleet, partitions: int) -> None:
     assert set(of_zones.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("guarded", "partitions"), [(False, 1), (False, 2), (True, 1), (True, 2)])
 async def test_a_cut_link_loses_nothing(tmp_path: Path, guarded: bool, partitions: int) -> None:
     """Goal: the fleet's index knows all zones; what a zone says while it is cut off comes later.
@@ -215,6 +216,7 @@ async def test_a_cut_link_loses_nothing(tmp_path: Path, guarded: bool, partition
         await same_messages(zoned, partitions)
 
 
+@pytest.mark.slow
 async def test_a_zone_alone_goes_on(tmp_path: Path) -> None:
     """Goal: a zone needs no fleet, and each index answers on its own side of a link.
 
@@ -261,6 +263,7 @@ async def test_a_zone_alone_goes_on(tmp_path: Path) -> None:
         await same_messages(zoned, 1)
 
 
+@pytest.mark.slow
 async def test_the_fleet_begins_again_while_zones_go_on(tmp_path: Path) -> None:
     """Goal: the fleet's NATS is killed; what zones say meanwhile comes later, in order, once."""
     async with (

@@ -47,6 +47,7 @@ def test_drawn_requests_are_such_as_vllm_takes(shape: str) -> None:
             seen |= {request.name for request in wave.requests}
 
 
+@pytest.mark.slow
 def test_all_acts_are_drawn() -> None:
     """Over all shapes, nothing that the lane can do is left out."""
     programs = [draw(seed, shape) for shape in SHAPES.values() for seed in range(400)]

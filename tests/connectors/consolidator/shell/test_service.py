@@ -341,6 +341,7 @@ async def test_bad_frames_are_counted_and_harm_nothing(engine: Engine, bus: Bus)
     assert await dropped(bus, "kvbm_consolidator_frames_dropped_total") == {"malformed": 5.0}
 
 
+@pytest.mark.slow
 async def test_an_oversized_frame_ends_the_connection_and_not_the_stream(
     engine: Engine, bus: Bus
 ) -> None:
@@ -463,6 +464,7 @@ async def test_an_orderly_end_takes_its_engines_along(
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_nats_and_the_consolidator_are_killed_and_all_converges(
     nats_server: NatsServer, settings: Settings, bus: Bus, tmp_path: Path
 ) -> None:

@@ -270,6 +270,7 @@ def test_a_start_says_that_a_directory_holds_stores_of_another_name(tmp_path: Pa
     ]
 
 
+@pytest.mark.slow
 def test_a_start_names_a_directory_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +342,7 @@ def test_no_finding_for_what_the_settings_switch_off() -> None:
     assert judged(dataclasses.replace(HEALTHY, memlock_bytes=65536)) == []
 
 
+@pytest.mark.slow
 async def test_gather_finds_real_servers_ports_and_disks(
     nats_server: NatsServer, etcd_server: EtcdServer, tmp_path: Path
 ) -> None:
@@ -385,6 +387,7 @@ async def test_gather_finds_real_servers_ports_and_disks(
     assert {entry for entry in os.listdir(tmp_path) if "doctor" in entry} == set()
 
 
+@pytest.mark.slow
 async def test_command_says_so_with_its_exit_code(nats_server: NatsServer, tmp_path: Path) -> None:
     """Goal: 0 when services would start, 1 with a wrong thing, which the output names."""
     healthy = {

@@ -154,6 +154,7 @@ def test_room_of_a_host_does_not_include_stores_of_a_host_with_a_longer_name(
     assert looked_at(tmp_path).own_bytes == own
 
 
+@pytest.mark.slow
 def test_a_directory_that_hangs_is_named_and_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_directory_that_hangs_is_named_and_hides_no_other(
         assert "DYN_KVBM_DISK_CACHE_DIR" in lines[f"disk {hung}"].advice
 
 
+@pytest.mark.slow
 def test_a_directory_that_every_look_needs_is_named_where_it_hangs(tmp_path: Path) -> None:
     with hung_mount(tmp_path / "hung") as hung:
         texts = {"state_dir": hung, "runtime_dir": tmp_path, "creds_dir": tmp_path}

@@ -52,6 +52,7 @@ async def asks(
         client.close(linger=0)
 
 
+@pytest.mark.slow
 async def test_a_client_that_the_file_names_is_served(
     context: zmq.asyncio.Context, tmp_path: Path
 ) -> None:

@@ -162,6 +162,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_without_a_gpu_its_tests_say_so() -> None:
     """1. They can all be imported where there is pytest, and are skipped with the reason. 2. Where
     the benchmark has found a GPU, they fail for want of one: cupy may be broken in other ways."""

@@ -208,6 +208,7 @@ def test_a_digest_is_xxh3(host: ctypes.CDLL, pieces: int, piece_bytes: int) -> N
         assert found == block_checksum(memory[:, block].tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize("architecture", ["compute_75", "compute_90"])
 def test_nvcc_compiles_the_kernels(tmp_path: Path, architecture: str) -> None:

@@ -37,6 +37,7 @@ def cases(load: Requests, shares: tuple[float, ...], *policies: str) -> Iterator
                 yield f"{share:.1%}: lru {lru:.2%}, {policy} {ours:.2%}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_never_worse_than_lru(name: str) -> None:
     """Goal: a policy is safe to choose: never far below LRU, in caches of three sizes."""

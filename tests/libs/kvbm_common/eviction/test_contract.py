@@ -126,6 +126,7 @@ def machine_of(policy: str) -> type[PolicyMachine]:
     return type(f"Machine_{policy}", (PolicyMachine,), {"policy_name": policy})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_keeps_its_promises(policy: str) -> None:
     """Goal: any sequence of moves leaves the table, the policy and the promises intact."""

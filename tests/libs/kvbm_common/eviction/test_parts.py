@@ -132,6 +132,7 @@ def test_a_sketch_counts_names() -> None:
     assert all(found[-1] >= number % 7 + 1 for number, found in counts.items())
 
 
+@pytest.mark.slow
 def test_a_sketch_forgets() -> None:
     """Popular once, and then nobody asks for as long as the table remembers."""
     sketch = Sketch(0)

@@ -85,6 +85,7 @@ def test_names_are_added_before_others_leave() -> None:
     assert not reader.denies_any([name])
 
 
+@pytest.mark.slow
 def test_at_its_capacity_one_name_of_a_hundred_is_affirmed_wrongly_at_most() -> None:
     writer, reader, memory = pair(20_000)
     names = names_of([*range(20_000)])

@@ -69,6 +69,7 @@ def test_headers_are_read_when_they_are_asked_for(block: bytes, headers: dict[st
     assert RawMessage("a", b"", "", block).headers == headers
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(MESSAGES, st.lists(st.integers(1, 6000), max_size=8), st.booleans())
 def test_messages_come_whole_and_in_order_however_they_are_cut(

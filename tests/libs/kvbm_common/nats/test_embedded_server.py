@@ -60,6 +60,7 @@ async def test_port_in_use_is_a_typed_error(nats_server: NatsServer, tmp_path: P
     assert not second.running
 
 
+@pytest.mark.slow
 async def test_a_second_server_on_a_directory_is_refused_before_it_writes(tmp_path: Path) -> None:
     """Goal: two servers on one store lose events. Method: the first one's files stay as they were;
     when it has stopped, the other starts."""

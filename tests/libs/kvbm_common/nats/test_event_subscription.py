@@ -97,6 +97,7 @@ async def test_nothing_is_lost_when_nats_is_killed(bus: Bus, nats_server: NatsSe
     assert seen == list(range(1, 601))
 
 
+@pytest.mark.slow
 async def test_deleted_consumer_is_made_again(bus: Bus) -> None:
     """Goal: a reader notices a consumer that vanished. Method: delete it through the API."""
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:
@@ -111,6 +112,7 @@ async def test_deleted_consumer_is_made_again(bus: Bus) -> None:
         assert len(msgspec.json.decode(names)["consumers"]) == 1, "another one"
 
 
+@pytest.mark.slow
 async def test_what_is_no_event_makes_the_consumer_be_made_again(bus: Bus) -> None:
     """Goal: a status that a later NATS may send ends no reader, and loses nothing."""
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:
@@ -126,6 +128,7 @@ async def test_what_is_no_event_makes_the_consumer_be_made_again(bus: Bus) -> No
         assert set(msgspec.json.decode(listed)["consumers"]) - {consumer["name"]}, "a new one"
 
 
+@pytest.mark.slow
 async def test_deleted_stream_is_made_again(bus: Bus) -> None:
     """Goal: events go on after somebody deleted the stream; what it held is gone."""
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:

@@ -95,6 +95,7 @@ async def refused(access: NatsAccess | str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 async def test_a_password_in_the_url(tmp_path: Path) -> None:
     """It is used and not shown; without it, or with another one, the server says no."""
     async with serving(tmp_path, authorization=USERS) as server:
@@ -230,6 +231,7 @@ async def test_certificates_are_read_again(tmp_path: Path, authority: Path) -> N
             await bus.close()
 
 
+@pytest.mark.slow
 async def test_what_a_role_may_not_do_fails_at_once(tmp_path: Path) -> None:
     """Goal: a missing permission is an error with a name, not a deadline.
 

@@ -116,6 +116,7 @@ def asking(pages: SnapshotPages) -> Callable[[bytes], Awaitable[bytes]]:
     return ask
 
 
+@pytest.mark.slow
 async def test_a_million_blocks_are_of_one_moment_though_the_source_goes_on() -> None:
     """1. The first page is asked for. 2. The source changes. 3. The others are of the same seq."""
     seq = 0

@@ -103,6 +103,7 @@ async def test_one_server_cannot_keep_three_replicas(bus: Bus) -> None:
         await operator.close()
 
 
+@pytest.mark.slow
 async def test_events_outlive_the_server_that_leads_their_stream(tmp_path: Path) -> None:
     """1. Each stream has three replicas. 2. The leader of the events is killed in the midst of
     them. 3. What was acknowledged is there, once, and more is taken."""

@@ -69,6 +69,7 @@ async def test_zones_are_set_on_streams_that_are_there(bus: Bus) -> None:
             await operator.close()
 
 
+@pytest.mark.slow
 async def test_a_source_that_hangs_is_tried_as_soon_as_its_zone_answers(tmp_path: Path) -> None:
     """Goal: a zone's events come when its link is back; NATS itself asks half a minute later.
 
@@ -99,6 +100,7 @@ async def test_a_source_that_hangs_is_tried_as_soon_as_its_zone_answers(tmp_path
         assert woken.count(f"{EVENTS.name}@east") == 1
 
 
+@pytest.mark.slow
 async def test_a_zone_that_lost_its_store_is_read_from_its_beginning(tmp_path: Path) -> None:
     """Goal: positions that begin again are not taken for those of before."""
     async with zoned_fleet(tmp_path, ZONES) as zoned, zoned.followed(), zoned.fleet.bus() as bus:

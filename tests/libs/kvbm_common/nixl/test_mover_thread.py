@@ -110,6 +110,7 @@ def on_files(queue: str) -> MoverThread:
 
 
 class TestRead:
+    @pytest.mark.slow
     def test_a_pull_brings_the_owners_bytes_to_the_right_places(
         self, mover: MoverThread, memory: Memory, owner: Owner
     ) -> None:

@@ -254,6 +254,7 @@ async def test_failed_update_is_made_up_for(
     await wait_until(lambda: events and events[-1].record.info == {"port": 2})
 
 
+@pytest.mark.slow
 async def test_heartbeat_that_fails_is_soon_tried_again(
     etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

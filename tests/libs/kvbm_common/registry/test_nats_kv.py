@@ -65,6 +65,7 @@ class TestNatsRegistry(RegistryContract):
         return make_nats_registry
 
 
+@pytest.mark.slow
 async def test_nobody_dies_of_a_nats_outage(
     make_nats_registry: MakeRegistry, nats_server: NatsServer
 ) -> None:
@@ -130,6 +131,7 @@ async def test_of_a_process_one_entry_has_heartbeats(
     assert list(beats) == ["consolidator.h.0"]
 
 
+@pytest.mark.slow
 async def test_the_next_life_of_a_holder_has_time_to_enter_its_engines(
     make_nats_registry: MakeRegistry,
 ) -> None:
@@ -208,6 +210,7 @@ async def test_who_leaves_late_takes_no_newer_entry_along(make_nats_registry: Ma
     assert [one.epoch for one in await reader.list(ENGINE)] == [second.epoch]
 
 
+@pytest.mark.slow
 async def test_what_is_entered_beside_a_lost_entry_stays(make_nats_registry: MakeRegistry) -> None:
     """Goal: a lost entry has no heartbeats, so that it cannot speak for another one."""
     ours, theirs = await make_nats_registry(), await make_nats_registry()
@@ -269,6 +272,7 @@ async def test_an_entry_that_leaves_without_nats_leaves_when_it_is_back(
     assert [record.kind for record in await theirs.list()] == ["consolidator"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_made_anew", [False, True], ids=["gone", "made anew by another"])
 async def test_an_entry_that_leaves_without_its_bucket_has_left(
     make_nats_registry: MakeRegistry, bus: Bus, *, is_made_anew: bool
@@ -286,6 +290,7 @@ async def test_an_entry_that_leaves_without_its_bucket_has_left(
     assert [record.kind for record in await theirs.list()] == ["consolidator"]
 
 
+@pytest.mark.slow
 async def test_nobody_dies_while_nats_stands_still(
     make_nats_registry: MakeRegistry, nats_server: NatsServer
 ) -> None:
@@ -389,6 +394,7 @@ async def test_readers_agree_whatever_their_own_time_to_live(
     await patient.close()
 
 
+@pytest.mark.slow
 async def test_a_reader_that_did_not_run_declares_no_one_dead(
     make_nats_registry: MakeRegistry, nats_url: str
 ) -> None:

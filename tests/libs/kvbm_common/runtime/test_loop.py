@@ -115,6 +115,7 @@ async def test_ticks_arrive() -> None:
         await wait_until(lambda: core.seen == ["tick", "tick", "tick"])
 
 
+@pytest.mark.slow
 async def test_a_quiet_core_has_few_ticks_until_something_waits() -> None:
     """Goal: a core that waits for nothing costs nothing, and one that does is not late."""
     quiet = True

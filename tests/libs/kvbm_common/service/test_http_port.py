@@ -192,6 +192,7 @@ async def test_cores_are_asked_in_their_own_thread() -> None:
     assert asked_in == {threading.get_ident()}
 
 
+@pytest.mark.slow
 async def test_a_loop_that_stands_still_is_neither_alive_nor_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_resize_of_blocks_of_two_sizes_ends_at_the_size_that_was_wanted() -> N
     assert before - tier.table.block_bytes == (64 - 20) * FIRST_UNITS * UNIT_BYTES
 
 
+@pytest.mark.slow
 def test_a_large_resize_goes_on_in_further_steps() -> None:
     tier = Tier(1024)
     held = tier.fill(1)

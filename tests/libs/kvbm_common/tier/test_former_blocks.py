@@ -66,6 +66,7 @@ def test_a_name_that_never_was_noted_is_hardly_ever_known(seed: int) -> None:
     assert sum(former.among(strangers)) <= 1.2 * len(strangers) * BUCKET / 65_536
 
 
+@pytest.mark.slow
 def test_a_name_that_is_noted_again_takes_no_second_place() -> None:
     """Host and disk forget one block each: a thousand names in turn, ten horizons long."""
     names = drawn(1, 1_000)

@@ -55,6 +55,7 @@ _STEP = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(_STEP, max_size=60))
 @settings(max_examples=300)
 def test_lru_after_lru_is_lru(steps: list[tuple[str, int]]) -> None:

@@ -65,6 +65,7 @@ def held(table: SlotTable) -> Counter[str]:
     return Counter(who[one.namespace] for one in table.blocks())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["", "gold"])
 def test_no_table_of_a_tier_holds_more_than_a_part_of_the_blocks(who: str) -> None:
     """Python's tables move all of their entries when they grow: 0.1 s for a million slots."""

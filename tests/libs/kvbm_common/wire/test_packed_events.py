@@ -116,6 +116,7 @@ def test_cut_message_is_refused(events: list[Packable], data: st.DataObject) -> 
     assert refused.value.kind == "malformed"
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(said(), st.data())
 def test_changed_message_is_refused_or_is_whole(

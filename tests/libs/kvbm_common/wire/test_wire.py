@@ -386,6 +386,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.data(), JSON_VALUES)
 @settings(max_examples=300, deadline=None)
 def test_any_value_in_any_field_decodes_or_raises_wire_error(

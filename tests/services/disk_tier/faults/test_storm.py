@@ -41,6 +41,7 @@ def storm(directory: Path, *, faults: int, seed: int, timeout_s: float) -> dict[
     return counted
 
 
+@pytest.mark.slow
 def test_a_short_storm(tmp_path: Path) -> None:
     """A few lives of it, in every run of the suite."""
     counted = storm(tmp_path, faults=300, seed=5, timeout_s=100)

@@ -89,6 +89,7 @@ ODD: dict[str, Answer] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ODD)
 async def test_what_is_no_listing_stalls_it_and_it_goes_on(
     odd: OddServer, medium: ObjectMedium, what: str
@@ -185,6 +186,7 @@ async def test_truncated_pages_without_a_token_are_followed_by_name(odd: OddServ
         await bucket.page(ROOT, names[0])
 
 
+@pytest.mark.slow
 async def test_a_dripping_connection_is_cut_and_its_thread_ends(
     odd: OddServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +246,7 @@ async def test_an_answer_that_refuses_each_delete_is_told_with_its_reason(
             assert inbox.of(DeletesRefused)[-1] == DeletesRefused("")
 
 
+@pytest.mark.slow
 async def test_a_maintenance_page_for_an_object_deletes_nothing(
     s3: S3Server, bucket_name: str, proxy: Proxy
 ) -> None:

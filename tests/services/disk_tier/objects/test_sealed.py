@@ -62,6 +62,7 @@ async def listed(place: Place) -> tuple[set[bytes], dict[str, float]]:
     return found, {kind: listed_of(medium, kind) for kind in ("foreign", "wrong_size")}
 
 
+@pytest.mark.slow
 async def test_no_block_can_be_read_from_the_bucket(hosts: Hosts) -> None:
     place = await hosts.open(OLD)
     blocks = {0: place.fill(0, 65)}

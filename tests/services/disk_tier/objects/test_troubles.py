@@ -96,6 +96,7 @@ def listing(medium: ObjectMedium) -> dict[str, float]:
 # --- single objects -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_what_a_lane_held_before_does_not_complete_a_torn_object(
     place: Place, s3: S3Server, bucket_name: str
 ) -> None:

@@ -325,6 +325,7 @@ async def test_what_the_host_tier_holds_already_comes_to_disk(
         await host.wait_announced(1, 2)
 
 
+@pytest.mark.slow
 async def test_blocks_come_back_after_kill_9(
     nats_server: NatsServer, host: Host, tmp_path: Path
 ) -> None:
@@ -407,6 +408,7 @@ async def test_many_blocks_are_served_before_all_are_announced(
         assert max(map(len, columns), default=0) == 0, "what was read of the journal is kept"
 
 
+@pytest.mark.slow
 async def test_sealed_blocks_come_back_as_well(
     nats_server: NatsServer, host: Host, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ async def test_a_door_that_cannot_be_started_counts_as_one_that_crashed(
     assert "AWS_SECRET_ACCESS_KEY" not in environs[0], "others reach the peer reader"
 
 
+@pytest.mark.slow
 async def test_a_host_tier_without_a_peer_reader_is_ready_and_says_so(
     nats_server: NatsServer, tmp_path: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +199,7 @@ async def found_by_bob(hosts: TwoHosts, *numbers: int) -> Found:
     return await hosts.bob.found(*numbers)
 
 
+@pytest.mark.slow
 async def test_a_block_of_another_host_is_onboarded(hosts: TwoHosts) -> None:
     """1. Stored on h, found through the index, pulled to g, loaded into bob's device: equal.
 
@@ -222,6 +224,7 @@ async def test_a_block_of_another_host_is_onboarded(hosts: TwoHosts) -> None:
     assert (await stats_of(hosts.bus, host="g")).figures["peer_pulled_blocks"] == 3
 
 
+@pytest.mark.slow
 async def test_a_door_that_dies_takes_nothing_with_it(hosts: TwoHosts, tmp_path: Path) -> None:
     """1. h's door process is killed: its host tier and blocks stay. 2. g is given another door."""
     await store_on_h(hosts, 1, 2, 3)
@@ -238,6 +241,7 @@ async def test_a_door_that_dies_takes_nothing_with_it(hosts: TwoHosts, tmp_path:
     assert await held(hosts.bus) == {1, 2, 3}
 
 
+@pytest.mark.slow
 async def test_bytes_that_have_changed_on_their_host_never_arrive(hosts: TwoHosts) -> None:
     """A byte of block 2 flips in h's memory: bob gets block 1 alone, and the rest is counted."""
     await store_on_h(hosts, 1, 2, 3)

@@ -52,6 +52,7 @@ async def test_a_flipped_byte_is_found_without_a_load(
             assert "the scrubber found 1 blocks of host memory changed" in caplog.text
 
 
+@pytest.mark.slow
 async def test_it_costs_what_it_may(settings: Settings, bus: Bus) -> None:
     """Goal: at 2 % its thread takes no more of a core, counted by processor time."""
     async with living(replace(settings, scrub_cpu_percent=2.0, scrub_round_s=0.0)):

@@ -63,6 +63,7 @@ async def test_blocks_go_in_and_come_back(engine: RealEngine, bus: Bus) -> None:
     assert await held(bus) == {1, 2, 3}
 
 
+@pytest.mark.slow
 async def test_a_lower_tier_is_asked_again_when_the_stream_has_lost_events(
     host: None, bus: Bus
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.memory.arena import Arena
@@ -29,6 +30,7 @@ from tests.services.host_tier.running import (
 from tests.waiting import wait_until
 
 
+@pytest.mark.slow
 async def test_what_a_killed_engine_leased_comes_back(
     host: None, settings: Settings, bus: Bus
 ) -> None:
@@ -81,6 +83,7 @@ async def test_an_outage_of_nats_does_not_use_up_the_arena(
     assert await held(bus) == {1}
 
 
+@pytest.mark.slow
 async def test_kill_9_and_another_life(settings: Settings, bus: Bus, tmp_path: Path) -> None:
     """1. Blocks are held; kill -9. 2. The engine is not known to the next life, says hello again,
 

@@ -54,6 +54,7 @@ async def process(settings: Settings, *arguments: str) -> AsyncIterator[Process]
             await child.wait()
 
 
+@pytest.mark.slow
 async def test_a_file_system_that_fills_after_ready_ends_neither_side(small: Settings) -> None:
     """1. The host tier is ready. 2. Shared memory fills. 3. An engine attaches, which measures by
 
@@ -73,6 +74,7 @@ async def test_a_file_system_that_fills_after_ready_ends_neither_side(small: Set
     assert [path.name for path in small.shm_dir.iterdir()] == ["filler"]
 
 
+@pytest.mark.slow
 async def test_too_little_space_is_an_error_that_says_what_to_set(small: Settings) -> None:
     """No signal, no traceback, nothing left."""
     small = replace(small, cpu_cache_gb=0.02)

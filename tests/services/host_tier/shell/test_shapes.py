@@ -121,6 +121,7 @@ class ShapedEngine(RealEngine):
         super().close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", SHAPES)
 async def test_what_one_shape_stores_every_other_reads(
     host: None, settings: Settings, bus: Bus, writer: str
@@ -196,6 +197,7 @@ class ProcessEngine(RealEngine):
         super().close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "readers"), [("pp2 tp2", ["tp1", "two alike"]), ("two alike", ["tp4"])]
 )
@@ -225,6 +227,7 @@ async def test_ranks_in_processes_read_what_others_have_written(
             reader.close()
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed_leaves_no_half_of_a_block(
     host: None, settings: Settings, bus: Bus
 ) -> None:

@@ -124,6 +124,7 @@ async def siblings(settings: Settings, bus: Bus, tmp_path: Path) -> AsyncIterato
     assert await index == 0
 
 
+@pytest.mark.slow
 async def test_a_sibling_s_block_is_pulled_verified_and_admitted_with_its_second_use(
     siblings: Siblings,
 ) -> None:
@@ -162,6 +163,7 @@ async def matched(bus: Bus, *numbers: int) -> set[str]:
     return await ask_until(both, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.slow
 async def test_the_front_sends_an_engine_on(siblings: Siblings, settings: Settings) -> None:
     """An offer of another's engine is heard by both, and taken by its own alone."""
     stray = RealEngine(settings, engine="fay", life=3)
@@ -174,6 +176,7 @@ async def test_the_front_sends_an_engine_on(siblings: Siblings, settings: Settin
     assert not [name for name in figures if name.startswith("dropped.offer")]
 
 
+@pytest.mark.slow
 async def test_when_the_front_is_killed_another_one_is_at_its_endpoint(
     settings: Settings, bus: Bus, tmp_path: Path, nats_server: NatsServer
 ) -> None:

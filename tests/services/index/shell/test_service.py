@@ -362,6 +362,7 @@ async def test_a_dead_source_leaves_and_a_new_life_begins(bus: Bus) -> None:
     await another.registry.close()
 
 
+@pytest.mark.slow
 async def test_the_index_and_nats_are_killed_and_all_converges(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:

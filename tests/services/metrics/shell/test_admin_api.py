@@ -120,6 +120,7 @@ async def story(client: httpx.AsyncClient, number: int, *, holders: int) -> Any:
     return await ask_until(told, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.slow
 async def test_a_block_and_its_story(
     engine: RealEngine, bus: Bus, client: httpx.AsyncClient
 ) -> None:

@@ -231,6 +231,7 @@ async def test_those_who_do_not_answer_are_shown_as_down(world: World) -> None:
         assert world.counters.value("kvbm_fleet_failures_total", **labels) == 1, code
 
 
+@pytest.mark.slow
 async def test_host_tiers_explain_at_the_same_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

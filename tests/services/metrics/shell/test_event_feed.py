@@ -117,6 +117,7 @@ async def test_history_then_live_then_resumed(
         assert (await reader.event())[2] == "three"
 
 
+@pytest.mark.slow
 async def test_an_id_from_before_nats_lost_its_store_begins_at_the_beginning(
     publisher: Publisher, client: httpx.AsyncClient
 ) -> None:
@@ -128,6 +129,7 @@ async def test_an_id_from_before_nats_lost_its_store_begins_at_the_beginning(
         assert (await reader.event())[2] == "two"
 
 
+@pytest.mark.slow
 async def test_a_feed_is_of_what_was_asked_for(
     publisher: Publisher, client: httpx.AsyncClient
 ) -> None:
@@ -138,6 +140,7 @@ async def test_a_feed_is_of_what_was_asked_for(
         assert (await reader.event())[2] == "theirs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "headers"),
     [
@@ -272,6 +275,7 @@ def test_packed_events_pass_one_by_one_as_json() -> None:
     assert counts(sample.take((), 2.0)) == (2, 0)
 
 
+@pytest.mark.slow
 async def test_a_reader_of_a_sample_is_told_what_it_has_not_seen(
     stack: Stack, publisher: Publisher
 ) -> None:
@@ -286,6 +290,7 @@ async def test_a_reader_of_a_sample_is_told_what_it_has_not_seen(
     assert sum(counts(f"event: skipped\n{lines[-1]}\n\n".encode())) >= 8
 
 
+@pytest.mark.slow
 async def test_what_a_sample_leaves_out_is_not_even_read(
     stack: Stack, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClie
         await status_when(client, lambda said: not said["gone"])
 
 
+@pytest.mark.slow
 async def test_a_reset_fails_for_a_tier_that_went_silent(bus: Bus, client: AsyncClient) -> None:
     """Goal: `done` means that no tier has the blocks any more; one that hangs has them."""
     registry = NatsRegistry(bus, ttl_s=60.0)
@@ -257,6 +258,7 @@ async def test_a_service_that_leaves_is_not_lost(bus: Bus, client: AsyncClient) 
         await ask_until(has_no_series, deadline_s=DEADLINE_S, poll_s=0.1)
 
 
+@pytest.mark.slow
 async def test_the_last_hour_is_there_for_who_asks_first(bus: Bus, client: AsyncClient) -> None:
     """1. A host tier counts. 2. The history has points of its host and of all, none of another."""
     asked = 0

@@ -173,6 +173,7 @@ async def passes(end_s: float) -> None:
     await wait_until(lambda: loop.time() > end_s)
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_slowly_gets_its_answer() -> None:
     """Goal: a piece in each part of the deadline is enough, however long the whole takes."""
     counters, loop, length = Metrics(), asyncio.get_running_loop(), 0

@@ -38,6 +38,7 @@ def url_of(stack: Stack) -> str:
     return stack.services["metrics"].description
 
 
+@pytest.mark.slow
 async def test_it_serves_and_stops(stack: Stack) -> None:
     """1. Say where. 2. See itself through NATS. 3. SIGTERM with a connection open ends in 0."""
     assert url_of(stack) == f"http://127.0.0.1:{stack.settings.metrics_port}"
@@ -57,6 +58,7 @@ async def test_it_serves_and_stops(stack: Stack) -> None:
         assert life.result() == 0
 
 
+@pytest.mark.slow
 async def test_a_host_that_is_gone_for_good_is_forgotten() -> None:
     """1. A reset names the command. 2. It refuses a lost service that answers. 3. That is gone,
     another of its host lives: the reset is done. 4. All of it is in the audit."""
@@ -92,6 +94,7 @@ async def test_a_host_that_is_gone_for_good_is_forgotten() -> None:
         await bus.close()
 
 
+@pytest.mark.slow
 async def test_a_disk_tier_that_is_being_started_again_is_not_reset() -> None:
     """Goal: it comes back with its blocks, so a reset of the others would not be done.
 
@@ -149,6 +152,7 @@ async def kvbm(code: int, *line: str, stack: Stack) -> str:
     return said.decode()
 
 
+@pytest.mark.slow
 async def test_the_port_is_taken() -> None:
     """Goal: the operator reads which setting to change. KVBM panics here."""
     with socket.create_server(("127.0.0.1", 0)) as squatter:

@@ -514,6 +514,7 @@ async def probed(bucket: Bucket, medium: ObjectMedium) -> None:
     bucket.step(await medium.probe(one(bucket.step(Tick()), ProbeStore)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["full", "read only"])
 async def test_a_full_or_read_only_file_system_is_read_from(tmp_path: Path, trouble: str) -> None:
     """What cannot be written is lost, readiness says why, and with room it goes on by itself."""
