@@ -89,8 +89,9 @@ class LinkThread:
             link.using.release()
 
     def wake(self) -> None:
-        """Have ticks come every 100 ms again. Costs nothing where they do."""
+        """Have ticks come every 100 ms again. Costs nothing where they do, or another has rung."""
         if self.is_resting:
+            self.is_resting = False  # Before the ring: the thread sets it again when it rests.
             self.ring()
 
     def ring(self) -> None:

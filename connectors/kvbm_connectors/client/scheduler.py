@@ -125,7 +125,7 @@ class SchedulerHalf:
             self._events[0].on_down = self._consolidator_down
         self._thread = LinkThread(
             [self._host, *self._events], name=f"kvbm-{engine}", on_tick=self._tick,
-            may_rest=lambda: self._view().idle,
+            may_rest=lambda: self._view().may_rest,
         )  # fmt: skip
 
     def _host_link(self, endpoint: str, hello: Hello, beat: Beat) -> Link:
@@ -296,8 +296,8 @@ class SchedulerHalf:
             except AssertionError:
                 self._faults[f"core_faults.{call}"] += 1
                 log.exception("the connector's core failed in %s; the engine goes on", call)
-        if self._thread.is_resting and not self._view().idle:
-            self._thread.ring()
+        if self._thread.is_resting and not self._view().may_rest:
+            self._thread.wake()
 
     def drain_ended(self) -> list[OfferEnded]:
         """Return the offers that have ended since the last call: their blocks may be freed."""

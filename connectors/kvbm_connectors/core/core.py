@@ -47,6 +47,8 @@ class ConnectorView(NamedTuple):
     """A consolidator is there that passes offers on."""
     idle: bool
     """Nothing is on offer, asked or leased."""
+    may_rest: bool
+    """No tick is needed soon: nothing is on offer, and no miss is still to be told."""
     may_leave: bool
     """Nothing is under way with the present host tier."""
     counts: Mapping[str, int]
@@ -81,6 +83,7 @@ class ConnectorCore:
             epoch=self._attachment.epoch,
             takes_offers=self._takes_offers,
             idle=not self._offers and not self._lookups,
+            may_rest=not self._offers and not self._outbox.has_misses,
             may_leave=not self._offers and not self._lookups.under_way,
             counts=MappingProxyType(self._counts),
         )

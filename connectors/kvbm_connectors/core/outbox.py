@@ -140,9 +140,14 @@ class Outbox:
         self._missed_blocks += len(wanted)
         return True
 
+    @property
+    def has_misses(self) -> bool:
+        """Return whether the host tier has not heard yet of a lookup that found nothing."""
+        return bool(self._misses or self._in_vain)
+
     def tell_misses(self) -> None:
         """Tell the host tier what has missed since the last time, in as few messages as can be."""
-        if not (self._misses or self._in_vain):
+        if not self.has_misses:
             return
         lookups: list[MissedLookup] = []
         blocks = 0

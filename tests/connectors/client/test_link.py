@@ -305,6 +305,20 @@ def test_a_quiet_link_rests_between_its_beats(endpoint: str) -> None:
         thread.close()
 
 
+def test_a_thread_that_rests_is_woken_once(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: waking it costs an engine's step as much as an offer does."""
+    link = make_link(endpoint, lambda _: None)
+    thread = LinkThread([link], name="woken")
+    thread.is_resting = True
+    rings: list[int] = []
+    monkeypatch.setattr(thread, "ring", lambda: rings.append(1))
+    thread.wake()
+    thread.say(link, LAST, ring=False)
+    monkeypatch.undo()
+    thread.close()
+    assert len(rings) == 1
+
+
 GOOD = from_host_tier.encode(PULLED)
 BAD = [
     ((b"",), "malformed"),

@@ -55,6 +55,23 @@ def test_a_miss_is_answered_in_the_call_and_told_at_the_next_tick() -> None:
     assert (count(engine, "lookups"), count(engine, "lookups_at_once")) == (1, 1)
 
 
+def test_a_tick_is_needed_for_misses_and_offers_alone() -> None:
+    """Goal: an engine's call wakes no thread for a lookup by itself.
+
+    1. One is asked of the host tier. 2. A miss is to be told. 3. Something is on offer."""
+    engine = Engine()
+    rests: list[bool] = []
+    ask(engine, 5, request="asked", is_absent=None)
+    rests.append(engine.core.view.may_rest)
+    ask(engine, 1, 2)
+    rests.append(engine.core.view.may_rest)
+    engine.wait(1)
+    rests.append(engine.core.view.may_rest)
+    engine.offer(7)
+    rests.append(engine.core.view.may_rest)
+    assert rests == [True, False, True, False]
+
+
 def test_a_request_that_asks_again_is_told_once() -> None:
     """vLLM asks again while it has no room. When a lease would have ended, it is another lookup."""
     engine = Engine()
