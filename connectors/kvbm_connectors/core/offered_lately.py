@@ -10,6 +10,10 @@ from collections.abc import Iterable
 
 from kvbm_common.identity import SequenceHash
 
+SET_NAMES = 2_048
+"""Names of a set before another one begins: a set of all took over a millisecond of an engine's
+step when it grew, and as long to be freed."""
+
 
 class OfferedLately:
     """The names of the last `lately_ms`, and of at most as long before that."""
@@ -17,20 +21,28 @@ class OfferedLately:
     def __init__(self, lately_ms: int) -> None:
         assert lately_ms > 0, lately_ms
         self._lately_ms = lately_ms
-        self._newer: set[SequenceHash] = set()
-        self._older: set[SequenceHash] = set()
+        self._newer: list[set[SequenceHash]] = []
+        self._older: list[set[SequenceHash]] = []
+        self._gone: list[set[SequenceHash]] = []
+        """Sets to be freed, one with each tick."""
         self._turn_at_ms = 0
 
     def add(self, names: Iterable[SequenceHash]) -> None:
         """Remember names that are on offer now."""
-        self._newer.update(names)
+        if not self._newer or len(self._newer[-1]) >= SET_NAMES:
+            self._newer.append(set())
+        self._newer[-1].update(names)
 
     def has_any(self, names: Iterable[SequenceHash]) -> bool:
         """Return whether some of these names were offered lately."""
-        return any(name in self._newer or name in self._older for name in names)
+        kept = (*self._newer, *self._older)
+        return any(name in one for name in names for one in kept)
 
     def tick(self, now_ms: int) -> None:
         """Forget what was offered long ago."""
+        if self._gone:
+            self._gone.pop()
         if now_ms >= self._turn_at_ms:
-            self._older, self._newer = self._newer, set()
+            self._gone += self._older
+            self._older, self._newer = self._newer, []
             self._turn_at_ms = now_ms + self._lately_ms

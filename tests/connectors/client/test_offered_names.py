@@ -1,0 +1,33 @@
+"""Offered names: what is kept, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+from kvbm_connectors.client import offered_names
+from kvbm_connectors.client.offered_names import OfferedNames
+
+from tests.connectors.helpers import name
+
+
+def test_the_oldest_names_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the last names are there, most of the others too, and the number has a bound."""
+    monkeypatch.setattr(offered_names, "NAMES_MAX", 16)
+    known = OfferedNames()
+    for number in range(100):
+        known.add([name(number)])
+    kept = [number for number in range(100) if name(number) in known]
+    assert kept == list(range(100 - len(kept), 100))
+    assert 12 <= len(kept) <= 16
+
+
+def test_names_are_forgotten_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. Some that were discarded. 2. All, of another life of the host tier."""
+    monkeypatch.setattr(offered_names, "NAMES_MAX", 16)
+    known = OfferedNames()
+    known.serve(1)
+    for number in range(8):
+        known.add([name(number)])
+    known.discard(name(number) for number in (0, 7))
+    assert [number for number in range(8) if name(number) in known] == [1, 2, 3, 4, 5, 6]
+    known.serve(2)
+    assert not any(name(number) in known for number in range(8))

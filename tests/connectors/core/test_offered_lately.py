@@ -1,0 +1,28 @@
+"""Names offered lately: for how long they are remembered."""
+
+from __future__ import annotations
+
+import pytest
+from kvbm_connectors.core import offered_lately
+from kvbm_connectors.core.offered_lately import OfferedLately
+
+from tests.connectors.helpers import name
+
+
+def test_names_are_remembered_for_a_time_and_at_most_twice_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. More names than a set holds. 2. The time is over once: they are kept. 3. Twice."""
+    monkeypatch.setattr(offered_lately, "SET_NAMES", 2)
+    lately, names = OfferedLately(100), [name(number) for number in range(9)]
+    lately.tick(0)
+    for one in names:
+        lately.add([one])
+    for now_ms in (99, 100, 199):
+        lately.tick(now_ms)
+        assert all(lately.has_any([one]) for one in names)
+    lately.add([name(9)])
+    for now_ms in range(200, 210):
+        lately.tick(now_ms)
+        assert not lately.has_any(names)
+    assert lately.has_any([name(9)])
