@@ -2,122 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import weakref
-from collections.abc import Iterator
-from contextlib import suppress
+import subprocess
+import sys
 
 import pytest
-from kvbm_common.service.garbage import Garbage
 
-from tests.waiting import wait_until
-
-ENTRIES = 1_000_000
+from tests.libs.kvbm_common.service import garbage_programs
 
 
-class Node:
-    """A cycle of one object."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-@pytest.fixture
-def threshold() -> Iterator[None]:
-    """Leave Python's collector as it was."""
-    before = gc.get_threshold()
-    yield
-    gc.set_threshold(*before)
-
-
-def garbage_of(long_s: float = 0.0) -> Garbage:
-    garbage = Garbage(long_s=long_s, grown=100, grown_part=0.0, look_s=0.01)
-    garbage.start()
-    return garbage
-
-
-def entries_walked() -> int:
-    """Count the entries of all lists that a full collection walks."""
-    return sum(len(one) for one in gc.get_objects() if isinstance(one, list))
-
-
-def test_what_there_is_when_a_service_is_ready_is_walked_no_more(threshold: None) -> None:
-    """Goal: a table's columns, however they grow afterwards, are no part of any collection."""
-    garbage = garbage_of(long_s=60)
-    try:
-        column = [b"name"] * ENTRIES
-        assert entries_walked() >= ENTRIES
-        garbage.settle()
-        column += [b"name"] * ENTRIES
-        assert entries_walked() < ENTRIES
-    finally:
-        garbage.end()
-    assert entries_walked() >= 2 * ENTRIES
-
-
-def test_what_a_long_collection_has_left_is_walked_no_more(threshold: None) -> None:
-    """Goal: a table that is made while a service runs takes one long collection, not each."""
-    garbage = garbage_of()
-    try:
-        column = [b"name"] * ENTRIES
-        gc.collect(0)
-        assert entries_walked() < ENTRIES
-        assert len(column) == ENTRIES
-    finally:
-        garbage.end()
-
-
-async def test_a_frozen_cycle_is_collected_in_the_end(threshold: None) -> None:
-    """Goal: garbage of frozen objects is bounded: a walk over all comes when enough has grown."""
-    garbage = garbage_of()
-    running = asyncio.create_task(garbage.run())
-    try:
-        nodes = [Node() for _ in range(1_000)]
-        last = weakref.ref(nodes[-1])
-        gc.collect(0)
-        nodes.clear()
-        gc.collect()
-        assert last() is not None
-        assert garbage.is_due()
-        await wait_until(lambda: last() is None)
-        assert not garbage.is_due()
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        garbage.end()
-
-
-def test_a_table_that_fills_is_walked_few_times(threshold: None) -> None:
-    """Goal: four times as much is frozen in the end, after a walk for each quarter more."""
-    garbage = Garbage(long_s=0.0, grown=100)
-    garbage.start()
-    try:
-        before, table, walks = gc.get_freeze_count(), list[list[object]](), 0
-        while gc.get_freeze_count() < 4 * before:
-            table += [[object()] for _ in range(before // 20)]
-            gc.collect(0)
-            if garbage.is_due():
-                garbage.walk()
-                walks += 1
-        assert 4 <= walks <= 7
-    finally:
-        garbage.end()
-
-
-def test_few_cycles_at_a_time_are_bounded_too(threshold: None) -> None:
-    """Goal: cycles die in each round, a collection freezes them, and their number stays bounded."""
-    garbage, most, there = garbage_of(), 0, weakref.WeakSet[Node]()
-    try:
-        for _ in range(50):
-            nodes = [Node() for _ in range(20)]
-            there.update(nodes)
-            gc.collect(0)
-            del nodes
-            if garbage.is_due():
-                garbage.walk()
-            most = max(most, len(there))
-        assert 20 <= most <= 100 + 2 * 20
-    finally:
-        garbage.end()
+@pytest.mark.parametrize("name", garbage_programs.PROGRAMS)
+def test_in_a_process_of_its_own(name: str) -> None:
+    """Goal: each program holds, on a heap without what other tests have left."""
+    command = [sys.executable, "-m", garbage_programs.__name__, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
