@@ -211,6 +211,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_told_to_end_leaves_nothing(number: int) -> None:
     """Goal: no arena of 2 GB in shared memory, no model, no server."""

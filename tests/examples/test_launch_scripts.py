@@ -97,6 +97,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1])
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM])
 def test_a_second_signal_does_not_leave_processes(

@@ -119,6 +119,7 @@ async def _bounds(run: Running) -> list[dict[str, Any]]:
     return list(answer.json())
 
 
+@pytest.mark.slow
 def test_a_line_without_a_service_ends_with_one(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvbm_cli.main", "doctor", "--live", "--url=http://127.0.0.1:1"],

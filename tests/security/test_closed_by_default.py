@@ -150,6 +150,7 @@ async def test_without_credentials_nothing_is_read_or_changed(stack: Running) ->
         await consumer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("password", ["MY SECRET", "MY/SECRET", "MY,SECRET", "MY@SECRET"])
 @pytest.mark.parametrize("command", ["config", "serve index", "doctor", "status", "up"])
 def test_no_password_of_a_url_is_printed(command: str, password: str, tmp_path: Path) -> None:
@@ -273,6 +274,7 @@ def served(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["state", "state/creds"])
 def test_a_state_directory_that_others_may_change_is_refused(name: str, tmp_path: Path) -> None:
     """Goal: credentials that they may replace are theirs."""

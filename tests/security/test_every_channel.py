@@ -118,6 +118,7 @@ def everything() -> list[str]:
     return [subject for channel in CHANNELS.values() for _, subject in subjects_of(channel)]
 
 
+@pytest.mark.slow
 async def test_without_credentials_there_is_no_channel(guarded: GuardedNats) -> None:
     """A connection without credentials, or with a key that the server does not know, ends."""
     for seed in ("", nkeys.make_seed()):

@@ -85,6 +85,7 @@ def test_the_table_knows_every_change(app: FastAPI) -> None:
     assert changes == CHANGES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", RANK, ids=lambda role: role or "nothing")
 async def test_each_route_is_for_its_role(
     app: FastAPI, client: httpx.AsyncClient, shown: str

@@ -93,6 +93,7 @@ async def test_no_client_says_that_its_message_comes_from_a_zone(tmp_path: Path)
                     await publish_acknowledged(bus, EVENTS, SUBJECT, b"{}", headers=header)
 
 
+@pytest.mark.slow
 async def test_the_key_of_a_zone_is_good_for_its_link_only(tmp_path: Path) -> None:
     """Goal: who has it cannot connect as a client."""
     async with zoned_fleet(tmp_path, ZONES, guarded=True) as zoned:

@@ -227,6 +227,7 @@ def pool(mover: MoverThread) -> BouncePool:
     return BouncePool(mover, block_bytes=64)
 
 
+@pytest.mark.slow
 def test_nixl_reads_another_process_through_a_buffer(
     mover: MoverThread, owner: Owner, pool: BouncePool
 ) -> None:

@@ -491,6 +491,7 @@ def confirm(offer: int) -> Confirm:
     return Confirm(engine="ada", incarnation=INCARNATION, offer=offer, held=True)
 
 
+@pytest.mark.slow
 def test_a_message_is_sent_by_the_thread_that_says_it(
     linked: Linked, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

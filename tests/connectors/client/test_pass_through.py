@@ -19,6 +19,7 @@ SAID = Attach(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_reason_is_said_and_the_end_too(tmp_path: Path) -> None:
     """1. The consolidator hears the reason. 2. Beats follow. 3. The engine ends, and says so."""
     endpoint = f"ipc://{tmp_path}/consolidator.sock"

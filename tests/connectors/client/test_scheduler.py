@@ -253,6 +253,7 @@ def test_the_streams_of_all_ranks_are_attached(tmp_path: Path) -> None:
         assert events.hear(Detach).engine == "ada"
 
 
+@pytest.mark.slow
 def test_a_host_tier_that_dies_and_lives_again(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
     """1. A hit. 2. Silence: lookups pass through, the hit is taken and its load means nothing.
 
@@ -288,6 +289,7 @@ def test_incarnations_differ() -> None:
     assert len({new_incarnation() for _ in range(100)}) == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [Lookups, Offers, Outbox])
 def test_a_broken_invariant_costs_the_call_and_not_the_engine(
     half: Half, host: Host, events: Consolidator, monkeypatch: pytest.MonkeyPatch, part: type

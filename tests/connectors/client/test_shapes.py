@@ -220,6 +220,7 @@ def test_what_any_shape_writes_any_other_reads(
         assert np.array_equal(rank.content()[:, list(targets)], expected)
 
 
+@pytest.mark.slow
 @given(pairs(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_flipped_byte_is_seen_by_the_ranks_that_hold_it_and_by_no_other(

@@ -89,6 +89,7 @@ def test_a_load_over_nixl_from_another_process(
         rank.close()
 
 
+@pytest.mark.slow
 def test_a_load_of_many_chunks_is_one_result(tmp_path: Path, owner: Owner) -> None:
     """Blocks larger than a chunk: each is read, summed up and counted by itself."""
     size = CHUNK_BYTES + 4096

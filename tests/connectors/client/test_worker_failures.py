@@ -69,6 +69,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Held:
     return reader
 
 
+@pytest.mark.slow
 def test_an_arena_that_comes_after_the_look_is_not_read(
     rank: Rank, host: Host, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_load_ends_when_no_late_byte_can_reach_its_blocks(
     assert rank.result().reason == "transfer_timeout"
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_fails_what_it_had_not_sent(tmp_path: Path) -> None:
     """kill -9 of the arena's owner; the next load fails, and says why."""
     rank = Rank(tmp_path, mover="nixl")

@@ -96,6 +96,7 @@ def test_a_mover_stands_ready_where_cuda_gives_no_handles() -> None:
     assert needs_owner(b"agent")
 
 
+@pytest.mark.slow
 def test_a_load_goes_into_device_memory_and_is_verified_there(rank: GpuRank, host: Host) -> None:
     rank.half.start_load(load([5, 0, 63]))
     assert rank.news.acquire(timeout=DEADLINE_S)

@@ -120,6 +120,7 @@ async def outbox(bus: Bus) -> float:
     return float(sum(sample["value"] for sample in samples))
 
 
+@pytest.mark.slow
 async def test_a_full_store_costs_one_stream_and_no_truth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

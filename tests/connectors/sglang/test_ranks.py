@@ -58,6 +58,7 @@ def test_replicas_have_numbers_of_their_own(attached: list[Attached]) -> None:
     assert [one.rank for one in attached] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_draft_that_could_not_be_restored_passes_through(
     attach: Attach, caplog: pytest.LogCaptureFixture, rank: int

@@ -167,6 +167,7 @@ def test_a_question_for_pages_in_memory_does_not_wait(attach: Attach) -> None:
     assert theirs.all_counts()["kv.known_pages"] == COUNT
 
 
+@pytest.mark.slow
 def test_a_question_that_could_wait_is_sent_when_its_pages_are_wanted(
     attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +467,7 @@ def test_a_host_tier_that_is_killed(attach: Attach, stack: LiveStack) -> None:
     assert taken(storage, pool, keys, 6) == [True] * COUNT
 
 
+@pytest.mark.slow
 def test_a_load_waits_for_one_deadline(
     attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_call_with_a_long_deadline_ends_before_a_flush_does(
     assert storage.exists(keys) == COUNT
 
 
+@pytest.mark.slow
 def test_pools_of_one_question_share_its_time(
     attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

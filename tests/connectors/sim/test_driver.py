@@ -217,6 +217,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_an_engine_does_not_outlive_its_driver(tmp_path: Path) -> None:
     """kill -9 of the driver: the kernel tells the engine."""
     config = msgspec.json.encode(config_of(tmp_path)).decode()

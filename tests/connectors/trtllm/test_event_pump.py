@@ -141,6 +141,7 @@ def as_documented() -> dict[str, str]:
     return os.environ | {"DYN_KVBM_TRTLLM_ZMQ_PORT": str(free_pair()), "KVBM_ENGINES_OPEN": "true"}
 
 
+@pytest.mark.slow
 def test_the_command_publishes_until_it_is_told_to_stop(server: Server) -> None:
     """As docs/trtllm.md shows it; without a port, or consent, it says what is missing."""
     command = [sys.executable, "-m", "kvbm_connectors.trtllm.event_pump", "--url", server.url,

@@ -92,6 +92,7 @@ def test_no_two_directories_have_one_number(held: list[set[int]], numbers: list[
     assert numbers_of(held) == numbers
 
 
+@pytest.mark.slow
 def test_a_directory_that_hangs_neither_delays_nor_moves_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_directory_that_hangs_neither_delays_nor_moves_another(
     assert asked == [first]
 
 
+@pytest.mark.slow
 def test_a_directory_that_hangs_keeps_the_number_that_was_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ async def test_questions_are_answered(nats_url: str, tmp_path: Path) -> None:
     assert (code, "host-tier-0" in text) == (0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("holding")
 async def test_refusals_name_the_field(nats_url: str) -> None:
     code, _, errors = await kvbm(nats_url, "match", "x" * 32)

@@ -208,6 +208,7 @@ async def test_up_stops_in_order_when_its_terminal_is_closed(tmp_path: Path) -> 
     assert not await asyncio.to_thread((tmp_path / "run").exists)
 
 
+@pytest.mark.slow
 def test_up_without_its_terminal_ends_without_an_error(tmp_path: Path) -> None:
     """Goal: its last line goes nowhere; exit code 0, and no traceback where errors go.
 

@@ -47,6 +47,7 @@ def _sample_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
+@pytest.mark.slow
 async def test_stack_starts_serves_and_leaves_nothing() -> None:
     """Goal: a whole life.
 
@@ -164,6 +165,7 @@ async def test_crashed_nats_is_started_again(caplog: pytest.LogCaptureFixture) -
     assert stack.pids == {}
 
 
+@pytest.mark.slow
 async def test_a_nats_that_lost_its_store_has_its_streams_when_it_is_back() -> None:
     """Goal: only the role `admin` makes streams, so services would wait for an operator."""
     async with Stack.private(services=["sample"], restart=True) as stack:
@@ -182,6 +184,7 @@ async def test_a_nats_that_lost_its_store_has_its_streams_when_it_is_back() -> N
         assert stack.pids["sample"] == service
 
 
+@pytest.mark.slow
 async def test_a_nats_that_cannot_come_back_at_once_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,6 +218,7 @@ async def test_service_survives_nats() -> None:
         assert stack.pids["sample"] == pid
 
 
+@pytest.mark.slow
 async def test_service_that_cannot_start_is_a_typed_error_with_its_log() -> None:
     """Goal: the reason is in the message, and what had started is stopped again."""
     stack = Stack.private(services=["sample", "failing"])
@@ -331,6 +335,7 @@ async def test_what_another_stack_uses_stays(tmp_path: Path) -> None:
     used.close()
 
 
+@pytest.mark.slow
 async def test_services_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Goal: no orphan after kill -9 of `kvbm up`. Method: kill it, watch its children."""
     script = tmp_path / "up.py"

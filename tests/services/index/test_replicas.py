@@ -149,6 +149,7 @@ async def wait_image(bus: Bus, position: int) -> None:
     await ask_until(there, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.slow
 async def test_a_replica_starts_from_the_image_without_asking(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ async def test_a_rank_whose_replay_port_is_taken_is_shut_whole(
             assert await ports.is_heard(context, 0)
 
 
+@pytest.mark.slow
 async def test_a_port_that_failed_is_tried_again(
     context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -400,6 +400,7 @@ async def test_offers_reach_the_host_tier(engine: Engine, bus: Bus) -> None:
     assert offer.runs[0].blocks == [7, 9]
 
 
+@pytest.mark.slow
 async def test_while_nats_is_away_offers_are_refused(
     engine: Engine, nats_server: NatsServer, bus: Bus
 ) -> None:

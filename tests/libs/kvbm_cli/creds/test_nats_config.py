@@ -135,6 +135,7 @@ def test_an_interrupted_rotation_is_completed(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == 2 * len(before) - 1
 
 
+@pytest.mark.slow
 async def test_rotation_step_by_step(tmp_path: Path) -> None:
     """Goal: the steps of docs/security.md, with a client that never restarts.
 

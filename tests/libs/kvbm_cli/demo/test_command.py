@@ -39,6 +39,7 @@ def test_an_option_that_cannot_be_is_refused(options: tuple[str, ...], reason: s
     assert reason in " ".join(done.stderr.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_a_trace_without_requests_is_an_error(tmp_path: Path) -> None:
     """Goal: nothing was checked, so nothing has passed."""
     trace = tmp_path / "empty.jsonl"

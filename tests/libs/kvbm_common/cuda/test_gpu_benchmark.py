@@ -35,6 +35,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[gpu.Bench]:
     bench.arena.close()
 
 
+@pytest.mark.slow
 def test_every_layout_comes_back(bench: gpu.Bench) -> None:
     """By the engine and by the kernel: no figure is of wrong bytes."""
     assert gpu.same_bytes(bench) == dict.fromkeys(gpu.LAYOUTS, True)

@@ -84,6 +84,7 @@ def test_pieces_arrive(
     assert len(names(runtime, "copy_batch")) == (0 if launches else 1)
 
 
+@pytest.mark.slow
 def test_many_jobs_do_not_mix(
     runtime: FakeRuntime, memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
 ) -> None:

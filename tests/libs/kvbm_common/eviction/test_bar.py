@@ -54,6 +54,7 @@ def test_tiny_caches(slot_count: int, policy: str) -> None:
     assert ours >= lru - BARS[policy] * load.references
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "name", "share", "gain"),
     [("prefix", "a loop", 0.5, 0.3), ("prefix", "documents", 0.02, 0.03),

@@ -44,6 +44,7 @@ def pair(capacity: int = 64) -> tuple[MissFilter, MissFilterReader, bytearray]:
 numbers = st.lists(st.integers(0, 40), max_size=2 * FEW)
 
 
+@pytest.mark.slow
 @given(steps=st.lists(st.tuples(numbers, numbers), max_size=12), capacity=st.integers(1, 8))
 def test_a_name_that_is_there_is_never_denied(
     steps: list[tuple[list[int], list[int]]], capacity: int

@@ -106,6 +106,7 @@ async def test_a_password_in_the_url(tmp_path: Path) -> None:
         assert "a-wrong-one" not in wrong
 
 
+@pytest.mark.slow
 async def test_a_creds_file_of_an_operator(tmp_path: Path) -> None:
     """JWT and seed, as a hosted NATS gives them out."""
     path = tmp_path / "user.creds"
@@ -166,6 +167,7 @@ async def test_bus_carries_many_events_over_tls_with_and_without_a_client_certif
         await works(access, count=EVENT_COUNT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ca", "client"), [("theirs", "ours"), ("ours", ""), ("ours", "theirs")],
     ids=["a server that is not trusted", "no certificate", "another authority's"],
@@ -178,6 +180,7 @@ async def test_strangers_are_refused_on_either_side(
         await refused(by_tls(server, authority, ca=ca, client=client))
 
 
+@pytest.mark.slow
 async def test_a_server_of_another_name_is_refused(tmp_path: Path, authority: Path) -> None:
     """Its certificate is good, and not for this name."""
     other = Authority(authority / "ours")
@@ -187,6 +190,7 @@ async def test_a_server_of_another_name_is_refused(tmp_path: Path, authority: Pa
         assert "ertificate" in await refused(by_tls(server, authority))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["tls", "nats"])
 async def test_a_plaintext_server_gets_nothing(
     tmp_path: Path, authority: Path, scheme: str

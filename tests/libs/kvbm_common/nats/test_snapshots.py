@@ -200,6 +200,7 @@ async def test_a_source_without_blocks_has_one_page() -> None:
     assert await ask_snapshot(asking(source), REQUEST) == announcer.snapshot([])
 
 
+@pytest.mark.slow
 async def test_a_moment_that_is_forgotten_is_an_error() -> None:
     """Others have asked for more moments than are kept."""
     seq = 0

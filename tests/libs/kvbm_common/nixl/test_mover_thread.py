@@ -140,6 +140,7 @@ class TestRead:
         assert np.array_equal(memory.array, content(SIZE))
         assert mover.statistics().transfers_done == len(futures)
 
+    @pytest.mark.slow
     def test_a_read_over_tcp_works_while_the_owner_is_idle(
         self, tcp_only: None, memory: Memory
     ) -> None:
@@ -182,6 +183,7 @@ class TestRead:
 
 
 class TestUnresponsivePeer:
+    @pytest.mark.slow
     def test_a_stopped_peer_is_read_over_cma_once_connected(
         self, mover: MoverThread, memory: Memory
     ) -> None:
@@ -195,6 +197,7 @@ class TestUnresponsivePeer:
             read_blocks(mover, peer, memory, owner, range(1), 1).result(LIMIT_S)
         assert np.array_equal(memory.array[:BLOCK], content(SIZE)[:BLOCK])
 
+    @pytest.mark.slow
     def test_a_late_transfer_is_unsettled_until_nixl_has_ended_it(
         self, tcp_only: None, memory: Memory
     ) -> None:
@@ -279,6 +282,7 @@ class TestUnresponsivePeer:
 
 
 class TestClose:
+    @pytest.mark.slow
     def test_close_fails_what_is_in_flight_and_settles_it(
         self, tcp_only: None, memory: Memory
     ) -> None:
@@ -310,6 +314,7 @@ class TestClose:
         with pytest.raises(MoverClosed):
             mover.metadata().result(LIMIT_S)
 
+    @pytest.mark.slow
     def test_more_jobs_than_the_limit_are_refused(self, tcp_only: None, memory: Memory) -> None:
         with Owner(SIZE, os.environ) as owner, MoverThread("full") as mover:
             mover.register_memory(memory.address, SIZE).result(LIMIT_S)

@@ -50,6 +50,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.kill()
 
 
+@pytest.mark.slow
 def test_objects_go_and_come_and_one_that_is_missing_fails_alone(s3: S3Server) -> None:
     """Many at once, each a transfer of its own."""
     where = parameters(s3.endpoint, s3.make_bucket())

@@ -116,6 +116,7 @@ async def set_up_users(server: EtcdServer) -> None:
     server.headers["Authorization"] = told["token"]
 
 
+@pytest.mark.slow
 async def test_a_password_is_read_again(etcd_server: EtcdServer, tmp_path: Path) -> None:
     """Goal: a service follows its password without a restart.
 
@@ -150,6 +151,7 @@ async def test_a_password_is_read_again(etcd_server: EtcdServer, tmp_path: Path)
         await registry.close()
 
 
+@pytest.mark.slow
 async def test_a_lost_token_is_asked_for_again(etcd_server: EtcdServer, tmp_path: Path) -> None:
     """etcd forgets the tokens that it gave when it is started again."""
     await set_up_users(etcd_server)

@@ -255,6 +255,7 @@ def lived_s(port: int) -> float:
     return time.monotonic() - began_s
 
 
+@pytest.mark.slow
 async def test_clients_that_hang_do_not_keep_a_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: with every place taken by silence a probe is answered soon, and threads are few."""
     monkeypatch.setattr(module, "CROWDED_DEADLINE_S", 0.2)

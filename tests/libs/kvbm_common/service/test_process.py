@@ -195,6 +195,7 @@ def test_runtime_dir_is_private(tmp_path: Path) -> None:
         make_runtime_dir(Settings.load({}, {"runtime_dir": tmp_path / "link"}))
 
 
+@pytest.mark.slow
 async def test_a_registry_that_is_silent_does_not_hold_up_the_end(nats_server: NatsServer) -> None:
     """Goal: with NATS frozen a service still ends in order; its entry expires."""
     stopping = asyncio.Event()

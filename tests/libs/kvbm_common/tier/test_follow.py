@@ -575,6 +575,7 @@ def arrivals(sent: list[Message], fates: list[int | None], twice: list[int]) -> 
     return [message for *_, message in sorted(timed, key=lambda one: one[:2])]
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(ACTIONS, FATES, TWICE, st.booleans())
 def test_what_is_applied_is_what_the_log_says(

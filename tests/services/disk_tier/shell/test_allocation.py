@@ -86,6 +86,7 @@ def test_ext2_says_that_it_cannot_preallocate_and_the_file_is_sparse(tmp_path: P
         store.close()
 
 
+@pytest.mark.slow
 def test_ext2_is_filled_with_zeros_where_that_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

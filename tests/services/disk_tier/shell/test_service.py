@@ -642,6 +642,7 @@ async def test_what_writing_costs_is_a_metric(
         assert await counted(bus, "kvbm_disk_bypassed") == {"": 0}
 
 
+@pytest.mark.slow
 async def test_a_full_disk_is_not_ready_says_why_and_recovers(
     nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ async def index(nats_server: NatsServer, bus: Bus) -> AsyncIterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("index")
 async def test_engines_are_ranked_while_they_live(bus: Bus) -> None:
     """Goal: an order follows overlap, tiers and load, and knows who is there.

@@ -345,6 +345,7 @@ async def test_a_large_dump_comes_in_pages_and_never_at_once(bus: Bus) -> None:
         assert refused.value.code == "reply_too_large"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("index")
 async def test_a_dead_source_leaves_and_a_new_life_begins(bus: Bus) -> None:
     """1. Its heartbeats end: it is gone within its TTL. 2. It lives again, and holds less."""

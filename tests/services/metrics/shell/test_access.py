@@ -87,6 +87,7 @@ async def test_a_refusal_says_what_to_do(bus: Bus, registry: NatsRegistry) -> No
     assert "KVBM_ADMIN_TOKEN" in refused.json()["detail"]
 
 
+@pytest.mark.slow
 async def test_probes_need_no_token_and_figures_do(bus: Bus, registry: NatsRegistry) -> None:
     """1. A probe is told whether, not why. 2. Figures and reasons are for the role scrape."""
     await bus.close()

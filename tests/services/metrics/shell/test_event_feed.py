@@ -102,6 +102,7 @@ async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@pytest.mark.slow
 async def test_history_then_live_then_resumed(
     publisher: Publisher, client: httpx.AsyncClient
 ) -> None:

@@ -183,6 +183,7 @@ async def say_something_newer(_payload: bytes) -> bytes:
     return b'{"v":2}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "why"), [(hang, "no answer"), (say_something_newer, "version 2")]
 )
@@ -289,6 +290,7 @@ async def test_the_last_hour_is_there_for_who_asks_first(bus: Bus, client: Async
         assert refused.status_code == 422
 
 
+@pytest.mark.slow
 async def test_an_index_that_stands_still_takes_no_question_along(
     bus: Bus, client: AsyncClient
 ) -> None:

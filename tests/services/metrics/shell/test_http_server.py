@@ -125,6 +125,7 @@ async def test_a_client_that_waits_for_its_answer_is_not_closed() -> None:
         silent.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_goes_on_asking_stays() -> None:
     """Goal: a live page asks again and again over one connection, longer than the deadline."""
     counters = Metrics()

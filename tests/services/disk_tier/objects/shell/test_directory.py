@@ -551,6 +551,7 @@ async def test_a_full_or_read_only_file_system_is_read_from(tmp_path: Path, trou
         medium.close()
 
 
+@pytest.mark.slow
 async def test_a_file_that_cannot_be_opened_fails_alone(
     place: Place, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
