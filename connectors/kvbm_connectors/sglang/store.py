@@ -242,9 +242,9 @@ class Store:
         held = self._held.take(names)
         if held is not None:
             at_once = self._look_up(held)
-            hit = at_once or self._answer(held)
-            if hit.blocks >= len(names):
-                return held, len(names)
+            hit = at_once or self._answer(held, give_up_s)
+            if hit.blocks >= len(names) or (at_once is None and hit.blocks):
+                return held, min(hit.blocks, len(names))  # What has just come is as of now.
             self._give_back(held)  # Its lease has ended, or more has been stored since.
             if at_once is None and hit.reason == "no_answer":
                 return held, 0  # Another question would wait for a second deadline.
