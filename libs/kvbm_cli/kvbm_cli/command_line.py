@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import stat
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -88,14 +89,18 @@ def require_text(arguments: list[str]) -> None:
 def require_writable(path: Path, *, option: str) -> None:
     """Refuse a file that could not be written after minutes of work; raises BadParameter.
 
-    Only to write nothing tells: root may open what is in `/proc`.
+    Only to write nothing tells: root may open what is in `/proc`. A pipe stays open to the end of
+    the process, or its reader would leave before there is anything to read.
     """
     import typer
 
     is_new = not os.path.lexists(path)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # A pipe without a reader fails.
     try:
-        with open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
+        descriptor = os.open(path, flags, 0o666)
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return
+        with open(descriptor, "wb", buffering=0) as file:
             file.write(b"")
     except OSError as error:
         text = f"'{path}' cannot be written: {error.strerror}"

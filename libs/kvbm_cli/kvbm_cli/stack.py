@@ -197,18 +197,18 @@ class Stack:
 
     async def close(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Stop everything and clean up; by default it takes less than 5 s."""
-        await asyncio.gather(
-            *(
-                service.end(signal.SIGTERM, deadline_s=deadline_s)
-                for service in self.services.values()
-            )
+        ends = (
+            service.end(signal.SIGTERM, deadline_s=deadline_s) for service in self.services.values()
         )
-        if self._nats is not None:
-            await self._nats.stop(deadline_s=NATS_STOP_DEADLINE_S)
-        if self._lock is not None:
-            self._release_runtime_dir()
-        if self._owned is not None:
-            self._owned.remove()
+        try:
+            await asyncio.gather(*ends)
+            if self._nats is not None:
+                await self._nats.stop(deadline_s=NATS_STOP_DEADLINE_S)
+        finally:  # Where this is broken off: the processes end with this one.
+            if self._lock is not None:
+                self._release_runtime_dir()
+            if self._owned is not None:
+                self._owned.remove()
 
     def keep_logs(self) -> Path | None:
         """Keep a private stack's logs at its end; returns where. Other stacks keep theirs."""

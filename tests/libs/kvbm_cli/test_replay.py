@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from itertools import combinations
 from pathlib import Path
@@ -117,6 +119,19 @@ def test_simulate_reads_a_pipe(tmp_path: Path) -> None:
     code, output = simulate("--trace", str(pipe), "--capacity", "1", "--policy", "lru")
     writer.join(60)
     assert (code, "2 blocks asked for" in output) == (0, True)
+
+
+@pytest.mark.slow
+def test_a_pipe_for_figures_is_not_used_up_before_the_run(trace: Path, tmp_path: Path) -> None:
+    """Goal: the reader of a named pipe is there at the end, and reads all of it."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    command = [sys.executable, "-m", "kvbm_cli.main", "simulate", "--trace", str(trace)]
+    command += ["--capacity", "1", "--policy", "lru", "--json", str(pipe)]
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        read, _ = reader.communicate(timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(read)
 
 
 def test_simulate_refuses(trace: Path, tmp_path: Path) -> None:

@@ -237,6 +237,27 @@ async def test_bad_settings_are_not_tried_again() -> None:
 
 
 @pytest.mark.slow
+async def test_an_end_that_is_broken_off_leaves_no_directory() -> None:
+    """A second signal, while a service that hangs is waited for."""
+    stack = Stack.private({}, services=("index",))
+    await stack.open()
+    state_dir = stack.settings.state_dir
+    os.kill(stack.pids["index"], signal.SIGSTOP)
+    try:
+        ending = asyncio.create_task(stack.close(deadline_s=60))
+        done, _ = await asyncio.wait({ending}, timeout=0.1)
+        assert not done
+        assert state_dir.exists()
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert not state_dir.exists()
+    finally:
+        os.kill(stack.pids["index"], signal.SIGKILL)
+        await stack.close()
+
+
+@pytest.mark.slow
 async def test_stubborn_service_is_stopped_in_time() -> None:
     """Goal: less than 5 s even if a service ignores its cancellation: so are the deadlines."""
     assert CLOSE_MAX_S < 5
