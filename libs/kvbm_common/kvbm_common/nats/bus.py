@@ -361,7 +361,7 @@ class Bus:
             text = f"{self.name}: NATS does not let this role publish on {refused[1]}"
             self._answers.fail(NotPermitted(text), subject=refused[1].lower())
             self._log.warning("not_permitted", text)
-        else:
+        elif self._inbox:  # Before, the error of `connect` says it.
             self._log.warning("nats", f"{type(error).__name__} {error}")
 
     async def _on_disconnected(self) -> None:
