@@ -81,8 +81,9 @@ async def block(api: ApiOf, hash: Hash) -> BlockStoryView:
 
 async def pins(api: ApiOf) -> PinsView:
     """Return every pin of every tier."""
-    records = [one for one in await api.fleet.records() if one.kind in TIER_OF_KIND]
-    return await operations.all_pins(api.fleet, records)
+    records, lost = await api.fleet.to_ask(TIER_OF_KIND)
+    found = await operations.all_pins(api.fleet, records)
+    return PinsView(pins=found.pins, silent=[*found.silent, *lost])
 
 
 @questions.get("/jobs", tags=["jobs"])

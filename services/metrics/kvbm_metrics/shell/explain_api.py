@@ -40,6 +40,8 @@ STEPS_MAX = 32
 router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)], responses=ASKS)
 
 Token = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{1,64}$")]
+HOST_TIERS = ("host-tier",)
+"""The kind of service that keeps explanations."""
 
 
 class UnknownRequest(KvbmError):
@@ -63,7 +65,7 @@ async def explain_list(
     request = ExplainListRequest(
         limit=limit, reason=reason or "", engine=engine or "", missed=missed
     )
-    silent: list[str] = []
+    tiers, silent = await api.fleet.to_ask(HOST_TIERS)
 
     async def of(record: ServiceRecord) -> list[ExplainedView]:
         """Ask one tier; all of them have the same deadline, however many questions it takes."""
@@ -76,7 +78,7 @@ async def explain_list(
             return []
         return [explained_view(one, _where(record)) for one in listed]
 
-    views = await asyncio.gather(*map(of, await _host_tiers(api.fleet)))
+    views = await asyncio.gather(*map(of, tiers))
     found = [one for listed in views for one in listed]
     # A newer tier's own is found, unless that tier is silent.
     if reason and reason not in MEANINGS and not found and not silent:
@@ -102,10 +104,10 @@ async def explain(api: ApiOf, request_id: Annotated[str, Path(min_length=1)]) ->
 
 async def _explained(api: Api, request_id: str) -> ExplainView:
     request_id = request_id[:REQUEST_CHARS_MAX]  # As it is kept.
-    answers, silent = await operations.ask_all(
-        api.fleet, await _host_tiers(api.fleet), "explain", ExplainRequest(request=request_id),
-        explain_reply,
-    )  # fmt: skip
+    tiers, lost = await api.fleet.to_ask(HOST_TIERS)
+    asked = ExplainRequest(request=request_id)
+    answers, silent = await operations.ask_all(api.fleet, tiers, "explain", asked, explain_reply)
+    silent += lost
     lookups = [
         explanation_view(one, _where(record))
         for record, reply in answers
@@ -115,10 +117,6 @@ async def _explained(api: Api, request_id: str) -> ExplainView:
         raise UnknownRequest(f"no host tier has kept request {request_id}")
     lookups.sort(key=lambda one: one.ts_ms, reverse=True)
     return ExplainView(request_id=request_id, lookups=lookups, silent=silent)
-
-
-async def _host_tiers(fleet: Fleet) -> list[ServiceRecord]:
-    return [one for one in await fleet.records() if one.kind == "host-tier"]
 
 
 async def _listed(

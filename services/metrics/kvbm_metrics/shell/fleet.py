@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -204,6 +204,13 @@ class Fleet:
         lost_before = self._gone.lost(self._clock_s())
         records = await self.records()
         return records, self._lost(lost_before, asked_now=records)
+
+    async def to_ask(self, kinds: Container[str]) -> tuple[list[ServiceRecord], list[str]]:
+        """Return the registered instances of some kinds, and the keys of those that went silent,
+        each with `lost`; raises as `records`."""
+        records, lost = await self.records_and_lost()
+        silent = [f"{one.key}: lost" for one in lost if one.kind in kinds]
+        return [one for one in records if one.kind in kinds], silent
 
     def restarting(self) -> list[ServiceRecord]:
         """Return the tiers that left just now, and may come back with what they held."""

@@ -87,6 +87,9 @@ async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClie
     assert (gone["kind"], gone["host"], gone["manner"]) == ("host-tier", "b", "lost")
     assert gone["gone_ms_ago"] >= 0
     assert lost["hosts"] == ["b"]
+    for question in ("pins", "explain"):
+        said = (await client.get(f"/v1/{question}")).json()
+        assert said["silent"] == ["host-tier.b.0: lost"]
     series = 'kvbm_ready{host="b",instance="0",kind="host-tier"}'
 
     async def is_not_ready() -> bool:
