@@ -104,6 +104,8 @@ class CoreLoop(Generic[Input, Effect]):
         """The task group of `run`, while it waits for an input and no effect has its turn."""
         self._turns = 0
         """Turns that the last burst beside `run` has left to others."""
+        self._is_settled = True
+        """The last burst ended because no input was left; else `run` goes on from there."""
 
     def usage(self) -> Usage:
         """Return how full the queue of inputs is."""
@@ -156,7 +158,7 @@ class CoreLoop(Generic[Input, Effect]):
         elif self.depth:
             in_flight_before = self._in_flight
             self._turns = self._burst(self._waiting)
-            if self.depth or self._in_flight > in_flight_before:
+            if not self._is_settled or self._in_flight > in_flight_before:
                 self._waiting = None
                 self._wake.set()
 
@@ -213,6 +215,7 @@ class CoreLoop(Generic[Input, Effect]):
         An input may be a batch of many events.
         """
         until_ms, in_flight_before = self._now_ms() + BURST_MS, self._in_flight
+        self._is_settled = False
         for count in range(BURST_MAX):
             now_ms = self._now_ms()
             if count and now_ms >= until_ms:
@@ -228,6 +231,7 @@ class CoreLoop(Generic[Input, Effect]):
                 if self._completions:
                     continue
                 self._wake.clear()
+                self._is_settled = True
                 break
             for effect in self.core.step(event, now_ms):
                 self._start(effect, tasks)

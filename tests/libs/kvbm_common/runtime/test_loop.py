@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from kvbm_common.errors import DeadlineExceeded
-from kvbm_common.runtime.loop import BURST_MS, QUIET_TICK_MS, CoreLoop
+from kvbm_common.runtime.loop import BURST_MAX, BURST_MS, QUIET_TICK_MS, CoreLoop
 from kvbm_common.wire.bounds import Usage
 
 from tests.waiting import wait_until
@@ -303,6 +303,31 @@ async def test_a_core_settles_when_no_input_waits() -> None:
         await loop.offer("b", deadline_s=DEADLINE_S)
         await loop.wait_idle(deadline_s=DEADLINE_S)
     assert (core.seen, carried) == (["a", "b", "settled"], ["late!"])
+
+
+@pytest.mark.parametrize("words", [1, BURST_MAX])
+async def test_a_core_settles_after_a_burst_that_was_as_long_as_it_may(words: int) -> None:
+    """Goal: a burst beside `run` that ends by time or number, with no input left, is followed."""
+    core, passed_ms, settled = Recorder(), [0], list[int]()
+
+    class Slow:
+        def step(self, event: str, now_ms: int, /) -> Sequence[str]:
+            passed_ms[0] += 10 if words == 1 else 0
+            return core.step(event, now_ms)
+
+    def settle() -> Sequence[str]:
+        settled.append(len(core.seen))
+        return ()
+
+    loop: CoreLoop[str, str] = CoreLoop(
+        Slow(), lambda _: None, inbox_size=words, now_ms=lambda: passed_ms[0], settle=settle
+    )
+    async with running(loop):
+        await asyncio.sleep(0)
+        assert all(loop.hand_in(str(number)) for number in range(words))
+        loop.turn_nowait()
+        assert len(core.seen) == words
+        await wait_until(lambda: settled[-1:] == [words], deadline_s=DEADLINE_S)
 
 
 async def test_what_settling_completes_is_the_next_input() -> None:
