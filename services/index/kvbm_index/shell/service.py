@@ -271,7 +271,7 @@ class IndexShell:
 
     # ---- effects -----------------------------------------------------------------------------
 
-    async def _fetch_snapshot(self, effect: Effect) -> Input:
+    async def _fetch_snapshot(self, effect: Effect) -> Input | None:
         key = effect.key
         kind, instance = self._owner_of(key)
         subject = verb_subject(kind, "snapshot", host=key.host, instance=instance)
@@ -289,8 +289,9 @@ class IndexShell:
         loader = SnapshotLoader(reply)
         while not loader.go_on():
             await _let_others_run()
-        await shed(reply)
-        return SnapshotReceived(loader)
+        self._loop.complete(SnapshotReceived(loader))
+        await shed(reply)  # Its source is followed meanwhile.
+        return None
 
     def _owner_of(self, key: SourceKey) -> tuple[str, str]:
         """Return what answers for a source: a tier itself, or the consolidator of its host.

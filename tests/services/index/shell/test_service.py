@@ -31,6 +31,7 @@ from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, event_
 from kvbm_common.wire.index_verbs import DumpReply, MatchReply
 from kvbm_common.wire.scores import HoldersReply, MatchBatchReply, ScoreReply, WhereReply
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, StatsReply, verb_subject
+from kvbm_index.shell import service
 from kvbm_index.shell.service import serve_index
 
 from tests.waiting import ask_until, wait_until
@@ -309,6 +310,32 @@ async def test_a_lost_event_is_repaired_by_a_snapshot(bus: Bus) -> None:
         source.store(CHAIN[3:6], lose=True)
         source.store(CHAIN[6:])
         await wait_held(bus, source)
+        assert source.snapshots == 1
+
+
+@pytest.mark.usefixtures("index")
+async def test_a_source_is_followed_before_its_snapshot_is_freed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: an event after the snapshot is known while names of the snapshot are still freed."""
+    freed, may_end = list[SnapshotReply](), asyncio.Event()
+
+    async def shed(reply: SnapshotReply) -> None:
+        freed.append(reply)
+        await may_end.wait()
+
+    monkeypatch.setattr(service, "shed", shed)
+    async with Source.living(bus) as source:
+        source.store(CHAIN[:3])
+        await wait_held(bus, source)
+        source.store(CHAIN[3:6], lose=True)
+        source.store(CHAIN[6:8])
+        await wait_until(lambda: freed)
+        source.store(CHAIN[8:])
+        try:
+            await wait_held(bus, source)
+        finally:
+            may_end.set()
         assert source.snapshots == 1
 
 
