@@ -25,7 +25,12 @@ class OfferedNames:
         self._older: deque[set[SequenceHash]] = deque(maxlen=GENERATIONS - 1)
 
     def __contains__(self, name: SequenceHash) -> bool:
-        return name in self._newest or any(name in names for names in self._older)
+        if name in self._newest:
+            return True
+        for names in self._older:  # noqa: SIM110 - a generator takes four times as long.
+            if name in names:
+                return True
+        return False
 
     def serve(self, epoch: int) -> None:
         """Forget all names when another life of the host tier serves."""

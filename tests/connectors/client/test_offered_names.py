@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 from kvbm_connectors.client import offered_names
 from kvbm_connectors.client.offered_names import OfferedNames
@@ -31,3 +34,23 @@ def test_names_are_forgotten_wherever_they_are(monkeypatch: pytest.MonkeyPatch) 
     assert [number for number in range(8) if name(number) in known] == [1, 2, 3, 4, 5, 6]
     known.serve(2)
     assert not any(name(number) in known for number in range(8))
+
+
+def test_a_name_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a step that asks for 2,048 names takes no second call, or generator, for each."""
+    monkeypatch.setattr(offered_names, "NAMES_MAX", 16)
+    known, calls = OfferedNames(), list[str]()
+    for number in range(16):
+        known.add([name(number)])
+
+    def note(frame: FrameType, event: str, _arg: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    old, absent = name(8), name(99)
+    sys.setprofile(note)
+    try:
+        assert (old in known, absent in known) == (True, False)
+    finally:
+        sys.setprofile(None)
+    assert calls == ["__contains__"] * 2
