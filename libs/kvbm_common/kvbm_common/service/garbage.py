@@ -6,11 +6,20 @@ object that is frozen still goes when its last reference goes, but a cycle of su
 
     when                                            what
     the process starts, or its service is ready     all there is, is frozen
-    a collection has taken LONG_S                   what it has left is frozen
+    `look_s` passed, or a collection took LONG_S    all there is, is frozen: that takes no time
     GROWN more objects are frozen than after the    all is walked, once, in a second in which the
-    last walk over all, and GROWN_PART of them      service does nothing, or after BUSY_S
+    last walk or at a count since, and GROWN_PART   service does nothing, or after `busy_s`
 
-Both bound the memory of cycles: each of their objects counts as one more that is frozen.
+To freeze often keeps collections short. Python counts what is made, less what is freed. A table
+that turns over makes as much as it frees, so no collection comes until a burst, and then walks all.
+
+A walk takes 0.1 s for 200,000 objects, and up to 0.5 s for an index of 1.6 million blocks in runs
+of four. A count of what is frozen takes 2 to 3 ms for 100,000 objects. The service serves nothing
+meanwhile, so both wait for an idle second. Work makes almost no cycles: a lookup or an event none,
+a connection of HTTP 7 objects, one of NATS 118.
+
+Cycles are GROWN objects at most, or GROWN_PART of what is frozen where that is more, and those of
+the time until the walk. Frozen objects that have left since the last count make room for others.
 """
 
 from __future__ import annotations
@@ -20,22 +29,35 @@ import gc
 import logging
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvbm_common.runtime.pauses import pause_s
 
 ALLOCATIONS = 50_000
 """Python's 700 made pauses of milliseconds under load; cores make no cycles of their own."""
 LONG_S = 0.003
 """Processor time of a collection whose survivors are frozen."""
 GROWN = 50_000
-"""Frozen objects that may be garbage: 25 MB at 500 bytes each."""
+"""Frozen objects that may be garbage, at least: 25 MB at 500 bytes each."""
 GROWN_PART = 0.25
-"""Part of the frozen objects likewise, as Python has it: a table that fills is walked few times."""
-LOOK_S = 30.0
-"""The pause between two looks at how much is frozen."""
-IDLE_PART = 0.1
-"""Part of a second in which an idle service uses a processor, at most."""
-BUSY_S = 600.0
-"""A service that is never idle is walked after so long all the same."""
+"""Part of the frozen objects likewise, as Python has it: a table that fills is walked few times.
+Of a million objects, 250,000 may be garbage."""
 
+
+class Pace(NamedTuple):
+    """Times between the parts of the collector's work."""
+
+    look_s: float = 1.0
+    """The pause between two times that all is frozen: the most that a young collection walks."""
+    count_s: float = 60.0
+    """The pause between two counts of what is frozen, which waits for an idle second then."""
+    idle_part: float = 0.015
+    """Part of a second in which an idle service uses a processor, at most."""
+    busy_s: float = 3600.0
+    """A service that is never idle is counted, and perhaps walked, after so long all the same."""
+
+
+PACE = Pace()
 _log = logging.getLogger(__name__)
 
 
@@ -48,13 +70,13 @@ class Garbage:
         long_s: float = LONG_S,
         grown: int = GROWN,
         grown_part: float = GROWN_PART,
-        look_s: float = LOOK_S,
+        pace: Pace = PACE,
     ) -> None:
-        self._long_s, self._look_s = long_s, look_s
+        self._long_s, self._pace = long_s, pace
         self._grown, self._grown_part = grown, grown_part
         self._started_s = 0.0
         self._frozen = 0
-        """Objects that were frozen after the last walk over all."""
+        """The least number of frozen objects that was counted since the last walk over all."""
 
     def start(self) -> None:
         """Leave out what start-up has made, and collect less often."""
@@ -73,9 +95,10 @@ class Garbage:
         self._frozen = gc.get_freeze_count()
 
     def is_due(self) -> bool:
-        """Return whether so much was frozen since the last walk that some may be garbage."""
-        grown = max(self._grown, self._grown_part * self._frozen)
-        return gc.get_freeze_count() > self._frozen + grown
+        """Count what is frozen, and return whether so much has come that some may be garbage."""
+        count = gc.get_freeze_count()
+        self._frozen = min(self._frozen, count)
+        return count > self._frozen + max(self._grown, self._grown_part * self._frozen)
 
     def walk(self) -> None:
         """Collect all garbage, also of what is frozen, and freeze the rest."""
@@ -89,20 +112,22 @@ class Garbage:
         )
 
     async def run(self) -> None:
-        """Walk over all when it is due, until cancelled."""
+        """Keep all frozen, and walk over all when it is due, until cancelled."""
         while True:
-            await asyncio.sleep(self._look_s)
+            await self._wait_idle()
             if self.is_due():
-                await self._wait_idle()
                 self.walk()
 
     async def _wait_idle(self) -> None:
-        """Wait for a second without work, but not for longer than BUSY_S."""
-        until_s = time.monotonic() + BUSY_S
-        while time.monotonic() < until_s:
+        """Wait for the time of a count and for an idle look, and freeze all at each look."""
+        pace, count_at_s = self._pace, time.monotonic() + self._pace.count_s
+        while True:
             before_s, used_s = time.monotonic(), time.process_time()
-            await asyncio.sleep(1.0)
-            if time.process_time() - used_s < IDLE_PART * (time.monotonic() - before_s):
+            await asyncio.sleep(pause_s(pace.look_s))
+            gc.freeze()
+            now_s = time.monotonic()
+            is_idle = time.process_time() - used_s < pace.idle_part * (now_s - before_s)
+            if now_s >= count_at_s and (is_idle or now_s >= count_at_s + pace.busy_s):
                 return
 
     def _collected(self, phase: str, _info: Mapping[str, int]) -> None:

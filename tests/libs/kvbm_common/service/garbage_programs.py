@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import time
 import weakref
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
-from kvbm_common.service.garbage import Garbage
+from kvbm_common.service.garbage import Garbage, Pace
 
 from tests.waiting import wait_until
 
 ENTRIES = 1_000_000
+OBJECTS = 100_000
 
 
 class Node:
@@ -27,9 +30,23 @@ class Node:
 
 
 def garbage_of(long_s: float = 0.0) -> Garbage:
-    garbage = Garbage(long_s=long_s, grown=100, grown_part=0.0, look_s=0.01)
+    pace = Pace(look_s=0.01, count_s=0.0, busy_s=0.0)
+    garbage = Garbage(long_s=long_s, grown=100, grown_part=0.0, pace=pace)
     garbage.start()
     return garbage
+
+
+@asynccontextmanager
+async def running(garbage: Garbage) -> AsyncIterator[None]:
+    """The collector of this process, which looks."""
+    task = asyncio.create_task(garbage.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        garbage.end()
 
 
 def entries_walked() -> int:
@@ -70,8 +87,7 @@ def a_frozen_cycle_is_collected_in_the_end() -> None:
 
 async def _a_frozen_cycle_is_collected() -> None:
     garbage = garbage_of()
-    running = asyncio.create_task(garbage.run())
-    try:
+    async with running(garbage):
         nodes = [Node() for _ in range(1_000)]
         last = weakref.ref(nodes[-1])
         gc.collect(0)
@@ -81,11 +97,6 @@ async def _a_frozen_cycle_is_collected() -> None:
         assert garbage.is_due()
         await wait_until(lambda: last() is None)
         assert not garbage.is_due()
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        garbage.end()
 
 
 def a_table_that_fills_is_walked_few_times() -> None:
@@ -122,6 +133,67 @@ def few_cycles_at_a_time_are_bounded_too() -> None:
         garbage.end()
 
 
+def a_table_that_turns_over_is_not_walked() -> None:
+    """Goal: what has replaced frozen objects is frozen, though no collection comes."""
+    asyncio.run(_a_table_turns_over())
+
+
+async def _a_table_turns_over() -> None:
+    garbage = Garbage(pace=Pace(look_s=0.01))
+    garbage.start()
+    async with running(garbage):
+        table, collections = [[number] for number in range(OBJECTS)], list[str]()
+        gc.freeze()
+        gc.callbacks.append(lambda phase, _: collections.append(phase))
+        for number in range(OBJECTS):
+            table[number] = [number]
+        assert len(gc.get_objects()) >= OBJECTS
+        assert not collections
+        await wait_until(lambda: len(gc.get_objects()) < OBJECTS // 10)
+
+
+def nothing_is_counted_before_the_service_is_idle() -> None:
+    """Goal: a count, which walks what is frozen, is no pause of a service that works."""
+    asyncio.run(_nothing_is_counted())
+
+
+async def _nothing_is_counted() -> None:
+    counts, asked = gc.get_freeze_count, list[int]()
+
+    def counted() -> int:
+        asked.append(counts())
+        return asked[-1]
+
+    gc.get_freeze_count = counted
+    pace = Pace(look_s=0.1, count_s=0.0, busy_s=60.0)
+    garbage = Garbage(long_s=0.0, grown=100, grown_part=0.0, pace=pace)
+    garbage.start()
+    async with running(garbage):
+        asked.clear()
+        until_s = time.process_time() + 0.5
+        while time.process_time() < until_s:
+            sum(range(10_000))
+            await asyncio.sleep(0)
+        assert not asked
+        await wait_until(lambda: asked, poll_s=0.2)
+
+
+def what_has_left_makes_no_room_for_garbage() -> None:
+    """Goal: after a table has gone, as few cycles are due as before it came."""
+    garbage = garbage_of(long_s=60)
+    try:
+        table = [[number] for number in range(OBJECTS)]
+        garbage.settle()
+        table.clear()
+        assert not garbage.is_due()
+        nodes = [Node() for _ in range(1_000)]
+        gc.freeze()
+        assert nodes
+        assert garbage.is_due()
+    finally:
+        garbage.end()
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -130,6 +202,9 @@ PROGRAMS = {
         a_table_that_fills_is_walked_few_times,
         few_cycles_at_a_time_are_bounded_too,
         a_frozen_cycle_is_collected_in_the_end,
+        a_table_that_turns_over_is_not_walked,
+        nothing_is_counted_before_the_service_is_idle,
+        what_has_left_makes_no_room_for_garbage,
     )
 }
 
