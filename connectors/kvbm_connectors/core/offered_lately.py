@@ -12,7 +12,9 @@ from kvbm_common.identity import SequenceHash
 
 SET_NAMES = 16_384
 """Names of a set before another one begins. A set of all took over a millisecond of an engine's
-step when it grew, and as long to be freed; one of these takes 0.5 ms. They are few to be asked."""
+step when it grew; one of these takes 0.35 ms. They are few to be asked."""
+FREED_NAMES = 2_048
+"""Names that a tick frees: a whole set takes 0.7 ms."""
 
 
 class OfferedLately:
@@ -24,7 +26,7 @@ class OfferedLately:
         self._newer: list[set[SequenceHash]] = []
         self._older: list[set[SequenceHash]] = []
         self._gone: list[set[SequenceHash]] = []
-        """Sets to be freed, one with each tick."""
+        """Sets to be freed, some names with each tick."""
         self._turn_at_ms = 0
 
     def add(self, names: Iterable[SequenceHash]) -> None:
@@ -41,8 +43,16 @@ class OfferedLately:
     def tick(self, now_ms: int) -> None:
         """Forget what was offered long ago."""
         if self._gone:
-            self._gone.pop()
+            self._free()
         if now_ms >= self._turn_at_ms:
             self._gone += self._older
             self._older, self._newer = self._newer, []
             self._turn_at_ms = now_ms + self._lately_ms
+
+    def _free(self) -> None:
+        """Drop some names that are remembered no more."""
+        gone = self._gone[-1]
+        for _ in range(min(FREED_NAMES, len(gone))):
+            gone.pop()
+        if not gone:
+            self._gone.pop()

@@ -51,3 +51,28 @@ def test_a_long_prompt_is_looked_for_in_few_sets() -> None:
     Asked.looks = 0
     assert not lately.has_any([SequenceHash(Asked(os.urandom(16))) for _ in range(2_048)])
     assert Asked.looks <= 4 * 2_048
+
+
+class Freed(bytes):
+    """A name that counts how many have gone."""
+
+    gone = 0
+
+    def __del__(self) -> None:
+        Freed.gone += 1
+
+
+def test_names_are_freed_some_at_a_time() -> None:
+    """Goal: no tick frees more than a quarter of a set, and all names go in the end."""
+    lately, left = OfferedLately(100), 2 * offered_lately.SET_NAMES
+    lately.tick(0)
+    for number in range(left):
+        lately.add([SequenceHash(Freed(number.to_bytes(16, "big")))])
+    lately.tick(100)
+    lately.tick(200)
+    Freed.gone = 0
+    while left:
+        lately.tick(201)
+        assert 0 < Freed.gone <= offered_lately.SET_NAMES // 4
+        left -= Freed.gone
+        Freed.gone = 0
