@@ -75,13 +75,27 @@ def entries() -> dict[str, int]:
         if getattr(module, "__name__", "").startswith(OURS):
             for name, value in [*vars(module).items()]:
                 counted[f"{module.__name__}.{name}"] += _size(value, seen, DEPTH_MAX)
-    for one in gc.get_objects():
+    for one in _objects():
         kind = type(one)
         if str(kind.__module__).startswith(OURS):
             counted[f"{kind.__qualname__} objects"] += 1
             for name, value in _attributes(one, kind):
                 counted[f"{kind.__qualname__}.{name}"] += _size(value, seen, DEPTH_MAX)
     return {name: count for name, count in counted.items() if count}
+
+
+def _objects() -> list[object]:
+    """Return all objects that the collector knows, also those it leaves out.
+
+    A service that is ready has frozen all it has. What is young is frozen as well afterwards: where
+    that is garbage in cycles, the walk over all finds it, as `Garbage` counts all that is frozen.
+    """
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    found = gc.get_objects()
+    gc.freeze()
+    return found
 
 
 def _attributes(one: object, kind: type) -> Iterator[tuple[str, object]]:

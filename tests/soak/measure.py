@@ -39,12 +39,53 @@ class _Streams(msgspec.Struct):
     streams: list[_Stream]
 
 
+Series = dict[tuple[str, str], list[Point]]
+"""By quantity, and whose it is."""
+
+
+class Censuses:
+    """Reads what services have counted, and adds a point for each place of theirs.
+
+    A place that has entries at some times has none at the others, and a point of 0 then: a queue
+    would be judged by its few full moments otherwise.
+    """
+
+    def __init__(self, directory: Path, series: Series) -> None:
+        self._directory, self._series = directory, series
+        self._written_ns: dict[int, int] = {}
+        """By process: when its last census was written."""
+        self._empty: dict[str, list[Point]] = defaultdict(list)
+        """By service: what a place that was empty in all censuses would have."""
+        self._places: dict[str, set[str]] = defaultdict(set)
+        """By service: where any of its lives had entries."""
+
+    def note(self, name: str, pid: int, empty: Point) -> None:
+        """Add the points of a process's census, once; `empty` is that of an empty place."""
+        counted = self._counted(pid)
+        if not counted:
+            return
+        for place in counted.keys() - self._places[name]:
+            self._series["entries", f"{name} {place}"] = [*self._empty[name]]
+        self._places[name] |= counted.keys()
+        self._empty[name].append(empty)
+        for place in self._places[name]:
+            point = msgspec.structs.replace(empty, value=float(counted.get(place, 0)))
+            self._series["entries", f"{name} {place}"].append(point)
+
+    def _counted(self, pid: int) -> dict[str, int]:
+        path = self._directory / f"{pid}.json"
+        written_ns = path.stat().st_mtime_ns if path.exists() else 0
+        if written_ns == self._written_ns.get(pid, 0):
+            return {}
+        self._written_ns[pid] = written_ns
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+
+
 class Meter:
     """Takes samples of one stack; each series is a list of points."""
 
     def __init__(self, stack: Stack, bus: Bus, token: str, *, census: Path) -> None:
-        self.series: dict[tuple[str, str], list[Point]] = defaultdict(list)
-        """By quantity, and whose it is."""
+        self.series: Series = defaultdict(list)
         self.over_limit: set[str] = set()
         """Streams that had more than their limit."""
         self.over_bound: dict[str, tuple[float, float]] = {}
@@ -62,9 +103,7 @@ class Meter:
         )
         self._cpu_of: dict[str, dict[int, float]] = defaultdict(dict)
         self._logs: dict[Path, tuple[int, int]] = {}
-        self._census = census
-        self._counted_ns: dict[int, int] = {}
-        """By process: when its last census was written."""
+        self._censuses = Censuses(census, self.series)
 
     async def close(self) -> None:
         """Close the connection to the API."""
@@ -83,8 +122,7 @@ class Meter:
                     note(quantity, name, value, pid)
                 if name != NATS:
                     self._cpu_of[name][pid] = _cpu_s(pid)
-                    for place, count in self._counted(pid).items():
-                        note("entries", f"{name} {place}", count, pid)
+                    self._censuses.note(name, pid, Point(at_s, engines, pid, 0.0, returns))
         for name, lives in self._cpu_of.items():
             self.cpu_s[name].append((at_s, sum(lives.values())))
         self.log_lines.append((at_s, self._count_lines()))
@@ -98,15 +136,6 @@ class Meter:
             note("state beside streams", "NATS's files", max(0, on_disk - stored))
         with contextlib.suppress(httpx.HTTPError):
             self._read_page((await self._client.get("/metrics")).text, note)
-
-    def _counted(self, pid: int) -> dict[str, int]:
-        """Return the census of a process, once."""
-        path = self._census / f"{pid}.json"
-        written_ns = path.stat().st_mtime_ns if path.exists() else 0
-        if written_ns == self._counted_ns.get(pid, 0):
-            return {}
-        self._counted_ns[pid] = written_ns
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
 
     async def _streams(self, note: object) -> int:
         assert callable(note)

@@ -29,6 +29,8 @@ class Plant:
     """Called with the method's arguments; what it returns is kept."""
     red: str
     """What a soak must call red."""
+    attribute: str = ""
+    """Where the method's object keeps it, as a core would; a global of ours, if nowhere."""
 
 
 def joined(_core: object, event: object, *_: object) -> bytes | None:
@@ -60,6 +62,10 @@ PLANTS = {
     ),
     "index-entry": Plant(
         "index", "kvbm_index.core.core", "IndexCore", "step", joined, f"index {KEPT}: entries"
+    ),
+    "index-core-entry": Plant(
+        "index", "kvbm_index.core.core", "IndexCore", "step", joined,
+        "index IndexCore.planted: entries", attribute="planted",
     ),
     "host-tier-entry": Plant(
         "host-tier", "kvbm_host_tier.core.engines", "Engines", "hello",
@@ -94,7 +100,8 @@ def plant_service(kind: str) -> None:
     def leaking(*arguments: Any, **named: Any) -> Any:
         leaked = plant.leak(*arguments)
         if leaked is not None:
-            kept.append(leaked)
+            where = vars(arguments[0]).setdefault(plant.attribute, []) if plant.attribute else kept
+            where.append(leaked)
         return original(*arguments, **named)
 
     setattr(owner, plant.method, leaking)

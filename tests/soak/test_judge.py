@@ -7,9 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from tests.soak import census
 from tests.soak.faults import KILLS_END, plan
-from tests.soak.fills import fills
 from tests.soak.judge import (
     BOUNDS,
     Bound,
@@ -95,32 +93,6 @@ def test_an_entry_for_each_engine_is_red_however_many_come(engines: int) -> None
     one = judge("kept", BOUNDS["entries"], found, after_s=0.0, settle_s=0.0)
     assert one is not None
     assert one.is_red
-
-
-def test_places_that_fill_are_known_by_class_or_attribute() -> None:
-    assert fills("index Source objects")
-    assert fills("index Source.tail")
-    assert fills("index IndexCore._sources")
-    assert not fills("index IndexCore._routes")
-    assert not fills("consolidator tests.soak.plants.kept")
-
-
-class _Leaky:
-    """An object with a container in a container, and one that another has, too."""
-
-    def __init__(self, shared: list[int]) -> None:
-        self._by_engine = {"a": [1, 2], "b": [3]}
-        self._shared = shared
-
-
-def test_a_census_counts_every_entry_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(census, "OURS", (__name__,))
-    shared = [1, 2, 3]
-    alive = [_Leaky(shared), _Leaky(shared)]
-    counted = census.entries()
-    assert counted["_Leaky objects"] == len(alive)
-    assert counted["_Leaky._by_engine"] == 2 * 5
-    assert counted["_Leaky._shared"] == 3
 
 
 def test_the_median_pace_ignores_a_burst() -> None:
