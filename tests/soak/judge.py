@@ -10,7 +10,7 @@ had filled it all the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from operator import attrgetter
 from statistics import median, quantiles
 
@@ -42,6 +42,8 @@ class Bound(msgspec.Struct, frozen=True):
     per_engine: float = 0.0
     part: float = 0.5
     """How many of the slopes of all pairs may be below the one that counts: half for the median."""
+    steps: float = 0.0
+    """How many times the median step between two samples is no growth yet."""
 
     def allows(self, engines: int) -> float:
         """Return the growth that may be seen while so many engines come."""
@@ -70,11 +72,12 @@ BOUNDS = {
     "series": Bound(120.0),
     "registry messages": Bound(8.0, 2.2),
     "state beside streams": Bound(24.0 * MIB),
-    "entries": Bound(16.0, 0.2, part=0.25),
+    "entries": Bound(16.0, 0.2, part=0.25, steps=2.0),
 }
 """By quantity. A leak of one entry for an engine is some blocks of Python for each engine. Of some
 thousand places many are queues. With the median of slopes, chance makes one of 20 red whose lengths
-are up to 1,000. What leaks has one pace in all pairs, so that the lower quarter finds it as well.
+are up to 1,000. What leaks has one pace in all pairs, so that the lower quarter finds it as well,
+and needs more than two steps.
 
 A counter of troubles is a new series when its trouble is met first: there are so many. The registry
 keeps two messages of each engine for an hour, which a soak may not reach.
@@ -199,10 +202,16 @@ def judge_returns(
 
 def _finding(what: str, bound: Bound, judged: Sequence[Point], grown: float) -> Finding:
     engines = judged[-1].engines - judged[0].engines
-    allowed = bound.allows(engines)
+    allowed = bound.allows(engines) + bound.steps * _step(judged)
     edge = max(1, len(judged) // 10)
     first, last = (median(p.value for p in part) for part in (judged[:edge], judged[-edge:]))
     return Finding(what, first, last, grown, allowed, engines, grown > allowed)
+
+
+def _step(points: Sequence[Point]) -> float:
+    """Return the median of how far a value goes from one sample of a life to the next."""
+    steps = [abs(b.value - a.value) for a, b in pairwise(points) if a.life == b.life]
+    return median(steps) if steps else 0.0
 
 
 def pace(samples: Sequence[tuple[float, float]]) -> float:
