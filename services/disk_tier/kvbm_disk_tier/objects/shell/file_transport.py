@@ -81,8 +81,16 @@ class FileTransport:
             thread.join(max(0.0, give_up_s - time.monotonic()))
 
     def _begin(self, move: _Move, deadline_s: float) -> Future[Transferred]:
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(deadline_s, self._expire, move)
+
+        def forget(_outcome: Future[Transferred]) -> None:
+            """Keep no move until its deadline that has ended before."""
+            with contextlib.suppress(RuntimeError):  # The event loop may have ended.
+                loop.call_soon_threadsafe(late.cancel)
+
+        move.outcome.add_done_callback(forget)
         self._waiting.put(move)
-        asyncio.get_running_loop().call_later(deadline_s, self._expire, move)
         return move.outcome
 
     def _expire(self, move: _Move) -> None:
