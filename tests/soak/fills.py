@@ -30,7 +30,16 @@ _MINUTES = {
     "_Sample.figures",
 }  # fmt: skip
 """What has been for some minutes, by then as many as come in those."""
-FILLS = _BLOCKS | _LAST | _MINUTES
+_ENDED = {"LeaseTable._by_deadline"}
+"""What has ended is thrown out when there is a thousand of it."""
+_KINDS = {
+    "Sample", "Family", "MetricsSnapshot", "StatsReply",  # metrics: the last answer of each service
+    "HostTierCore._counts", "OncePerKind",
+}  # fmt: skip
+"""A kind of trouble, or a series, is new when it is met first. `/metrics` is judged as a whole."""
+_POINTS = {"History", "_Kept"}
+"""The metrics service has a point for each ten seconds of an hour, which a soak may not reach."""
+FILLS = _BLOCKS | _LAST | _MINUTES | _ENDED | _KINDS | _POINTS
 
 
 def fills(place: str) -> bool:
