@@ -65,10 +65,7 @@ def _write(path: Path) -> None:
 
 
 def entries() -> dict[str, int]:
-    """Return the entries below each attribute and global of ours, and the objects of each class.
-
-    Garbage in cycles counts: the collector comes seldom, since cores are to make none.
-    """
+    """Return the entries below each attribute and global of ours, and the objects of each class."""
     counted: Counter[str] = Counter()
     seen: set[int] = set()
     for module in [*sys.modules.values()]:
@@ -87,11 +84,13 @@ def entries() -> dict[str, int]:
 def _objects() -> list[object]:
     """Return all objects that the collector knows, also those it leaves out.
 
-    A service that is ready has frozen all it has. What is young is frozen as well afterwards: where
-    that is garbage in cycles, the walk over all finds it, as `Garbage` counts all that is frozen.
+    A service that is ready has frozen all it has. What is young is frozen as well afterwards, so
+    that its garbage goes before: a failed request leaves cycles, which would stay until all is
+    walked.
     """
     if not gc.get_freeze_count():
         return gc.get_objects()
+    gc.collect()
     gc.unfreeze()
     found = gc.get_objects()
     gc.freeze()

@@ -55,6 +55,17 @@ def test_a_census_leaves_out_what_was_left_out() -> None:
     assert gc.get_freeze_count() > 0.9 * table
 
 
+def test_garbage_in_cycles_is_not_kept_by_a_census(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what fails again and again, and leaves cycles, does not seem to grow."""
+    monkeypatch.setattr(census, "OURS", (__name__,))
+    gc.freeze()
+    for _ in range(3):
+        cycle: list[object] = []
+        cycle.append((cycle, _Leaky([])))
+        del cycle
+        assert "_Leaky objects" not in census.entries()
+
+
 def test_a_leak_into_a_core_is_seen_in_its_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the plant is found where leaks of the product would be, in a service that is ready."""
     core = IndexCore()
