@@ -6,7 +6,8 @@ object that is frozen still goes when its last reference goes, but a cycle of su
 
     when                                            what
     the process starts, or its service is ready     all there is, is frozen
-    `look_s` passed, or a collection took LONG_S    all there is, is frozen: that takes no time
+    `look_s` passed                                 the young are collected, and all is frozen
+    a collection took LONG_S                        all there is, is frozen: that takes no time
     GROWN more objects are frozen than after the    all is walked, once, in a second in which the
     last walk or at a count since, and GROWN_PART   service does nothing, or after `busy_s`
 
@@ -119,11 +120,13 @@ class Garbage:
                 self.walk()
 
     async def _wait_idle(self) -> None:
-        """Wait for the time of a count and for an idle look, and freeze all at each look."""
+        """Wait for the time of a count and for an idle look; collect the young and freeze all at
+        each look."""
         pace, count_at_s = self._pace, time.monotonic() + self._pace.count_s
         while True:
             before_s, used_s = time.monotonic(), time.process_time()
             await asyncio.sleep(pause_s(pace.look_s))
+            gc.collect(0)  # What failed since then is often in a cycle with its traceback.
             gc.freeze()
             now_s = time.monotonic()
             is_idle = time.process_time() - used_s < pace.idle_part * (now_s - before_s)

@@ -152,6 +152,21 @@ async def _a_table_turns_over() -> None:
         await wait_until(lambda: len(gc.get_objects()) < OBJECTS // 10)
 
 
+def what_failed_a_moment_ago_is_not_frozen() -> None:
+    """Goal: a cycle that was made since the last look goes at the next one, without a walk."""
+    asyncio.run(_what_failed_goes())
+
+
+async def _what_failed_goes() -> None:
+    garbage = Garbage(pace=Pace(look_s=0.01))
+    garbage.start()
+    async with running(garbage):
+        node = Node()
+        failed = weakref.ref(node)
+        del node
+        await wait_until(lambda: failed() is None)
+
+
 def nothing_is_counted_before_the_service_is_idle() -> None:
     """Goal: a count, which walks what is frozen, is no pause of a service that works."""
     asyncio.run(_nothing_is_counted())
@@ -203,6 +218,7 @@ PROGRAMS = {
         few_cycles_at_a_time_are_bounded_too,
         a_frozen_cycle_is_collected_in_the_end,
         a_table_that_turns_over_is_not_walked,
+        what_failed_a_moment_ago_is_not_frozen,
         nothing_is_counted_before_the_service_is_idle,
         what_has_left_makes_no_room_for_garbage,
     )
