@@ -79,7 +79,7 @@ def test_no_block_is_read_for_another(process: DeviceProcess, kind: str) -> None
         ("later-states", "gdn", range(40), "WrongBytes"),
         ("states-alone", "gdn", range(40), "WrongBytes"),
         ("one-size", "gemma4", range(40), "WrongBytes"),
-        ("waiting-windows", "retained", range(30, 31), "do not end"),
+        ("waiting-windows", "retained", range(79, 80), "do not end"),
         ("second-loads", "draft model", range(271, 272), "do not end"),
         ("early-drafts", "draft model", range(40), "WrongBytes"),
         ("freed-offers", "aborted", range(40), "WrongBytes"),

@@ -34,9 +34,9 @@ Tables = Sequence[Sequence[int]]
 Handed = Sequence[tuple[int, int, int]]
 """Recurrent states of a request: KV group, device block, and number of tokens before the state."""
 
-TOGETHER_BLOCKS_MAX = 64
+TOGETHER_BLOCKS_MAX = 96
 """Blocks of several requests in one offer: a request that ends waits for all of them."""
-DECODED_TOGETHER = 32
+DECODED_TOGETHER = 64
 """Decoded blocks wait until there are so many, since an offer costs the engine's step as much as
 several blocks. They go sooner with a prompt or the end of a request."""
 WAIT_STEPS_MAX = 8

@@ -67,10 +67,8 @@ class SchedulerSide:
         self.counts: Counter[str] = Counter()
         self.steps = StepMeter(meter, counts=self.counts)
         self.extras = RequestExtras(adapters or Adapters())
-        self._stale = False  # A reset was refused: the device's cache has blocks of before.
-        self._half, self._calendar = half, Calendar()
-        self.groups = tuple(groups) or (KvGroup(hasher),)
-        """The KV groups of the model, in vLLM's order."""
+        self._half, self._stale = half, False  # Stale: the device has blocks of before a reset.
+        self.groups = tuple(groups) or (KvGroup(hasher),)  # In vLLM's order.
         self.hints = AgentHints(half, self.groups, self.counts)
         self._hybrid = holds is not None and hybrid
         marks = RankMarks(world_size, rewritten=rewritten) if rewritten is not None else None
@@ -80,6 +78,8 @@ class SchedulerSide:
         self._least = gcd(*(group.block_tokens for group in self.groups))
         """Greatest common divisor of the groups' block sizes: blocks end at multiples of it."""
         self._together = decoded_together(self.groups, self._least, DECODED_BLOCKS)
+        most = decoded_together(self.groups, self._least, 2 * DECODED_BLOCKS)
+        self._calendar = Calendar(2 * self._least, (most - self._together) * self._least)
         self._states_handed_over = any(group.handed_over for group in self.groups)
         self.evict: Callable[[EngineRequest, int], None] = lambda request, first: None
         """Takes a request's blocks from a token on out of vLLM's prefix cache."""

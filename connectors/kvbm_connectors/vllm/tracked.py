@@ -190,7 +190,10 @@ class Tracked:
         until_full = (full + 1) * block_tokens - dispatched
         # An engine that plans ahead hears of a step's end when the next one is planned already.
         until_ended = 2 if self.request.num_in_flight_tokens else 1
-        if not self.refused and full > self.offered // block_tokens:
+        not_offered = full - self.offered // block_tokens
+        # A few decoded ones wait for others; so many of them would go now if there were a table.
+        waits = self.offers_decoded and not_offered < together
+        if not self.refused and not_offered > 0 and not waits:
             return until_ended if together else min(until_ended, until_full)
         if not together:
             return until_full
@@ -245,13 +248,15 @@ class Tracked:
         names: Sequence[SequenceHash],
         is_known: Callable[[SequenceHash], bool],
         block_tokens: int,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return which of the blocks before `end` are to be offered: all but what was loaded, and
         what the device had and the host tier was offered before."""
-        local = self.local // block_tokens
+        local, first = self.local // block_tokens, self.offered // block_tokens
+        if self.offered >= max(self.local, self.loaded[1]):
+            return range(first, end)  # The usual case: all of them were computed.
         return [
             index
-            for index in range(self.offered // block_tokens, end)
+            for index in range(first, end)
             if not self.was_loaded(index, block_tokens)
             and not (index < local and is_known(names[index]))
         ]
@@ -300,7 +305,10 @@ def runs_to_offer(
     runs: list[OfferRun] = []
     for first, after in _stretches(indices):
         parent = names[first - 1] if first else root
-        on_device = tuple(blocks[index] for index in range(first, after))
+        if isinstance(blocks, Mapping):
+            on_device = tuple(blocks[index] for index in range(first, after))
+        else:
+            on_device = tuple(blocks[first:after])
         runs.append(OfferRun(parent, tuple(names[first:after]), on_device))
     return runs
 
@@ -311,6 +319,8 @@ def _stretches(indices: Sequence[int]) -> list[tuple[int, int]]:
     >>> _stretches([1, 2, 5])
     [(1, 3), (5, 6)]
     """
+    if isinstance(indices, range):
+        return [(indices.start, indices.stop)] if indices else []
     stretches: list[tuple[int, int]] = []
     for index in indices:
         if stretches and stretches[-1][1] == index:

@@ -67,6 +67,8 @@ class BlockIds(Sequence[int]):
         return len(self._blocks)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [block.block_id for block in self._blocks[index]]
         return self._blocks[index].block_id
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_connectors.vllm.calendar import Calendar
+from kvbm_connectors.vllm.calendar import GATHER_REQUESTS, GATHER_STEPS, Calendar
 
 REQUESTS = ("a", "b", "c")
 scheduled_steps = st.lists(
@@ -106,3 +106,38 @@ def test_an_entry_may_count_on_steps_of_several_tokens() -> None:
     calendar.look_in("a", 2, tokens=3)
     calendar.forget("a")
     assert calendar.begin_step({"a": 3}) == ["a"]
+
+
+def test_many_requests_that_began_together_are_looked_at_in_turn() -> None:
+    """Goal: no step has to look at all of them, and none waits longer than it may.
+
+    1. All are due in the same step. 2. Each is looked at once, in a step that gathers some; the
+    steps between these look at none. 3. So it is the next time.
+    """
+    calendar = Calendar(soon_steps=32, wait_steps=128)
+    names = [str(number) for number in range(256)]
+    for name in names:
+        calendar.look_in(name, 128)
+    last = dict.fromkeys(names, 0)
+    looks: list[int] = []
+    for now in range(1, 3 * 256):
+        seen = calendar.begin_step(dict.fromkeys(names, 1))
+        looks.append(len(seen))
+        for name in seen:
+            assert now - last[name] <= 128 + 128, f"{name} waits for too long"
+            last[name] = now
+            calendar.look_in(name, 128)
+    share = len(names) * GATHER_STEPS // 128 + 1
+    assert max(looks[128:]) <= share
+    assert max(looks[:128]) <= GATHER_REQUESTS + share, "the first come before there are many"
+    assert sum(not count for count in looks) >= len(looks) * (GATHER_STEPS - 1) // GATHER_STEPS
+
+
+def test_what_is_due_soon_or_may_not_wait_is_looked_at_in_time() -> None:
+    """1. Many are due within the steps in which nothing waits. 2. Nothing may wait at all."""
+    names = [str(number) for number in range(2 * GATHER_REQUESTS)]
+    for calendar, steps in ((Calendar(soon_steps=8, wait_steps=64), 8), (Calendar(), 9)):
+        for name in names:
+            calendar.look_in(name, steps)
+        seen = [calendar.begin_step(dict.fromkeys(names, 1)) for _ in range(steps)]
+        assert seen == [[]] * (steps - 1) + [names]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvbm_common.identity import Hasher
 from kvbm_connectors.core.messages import OfferEnded, OfferRun
+from kvbm_connectors.vllm.calendar import GATHER_STEPS
 from kvbm_connectors.vllm.device_offers import (
     DECODED_TOGETHER,
     TOGETHER_BLOCKS_MAX,
@@ -142,6 +143,24 @@ def test_blocks_that_were_decoded_wait_for_others() -> None:
         decoded = [block + index for block in first for index in range(1, DECODED_BLOCKS + 1)]
         assert engine.half.blocks == [first, decoded]
         assert engine.half.hurries == [True, False], "only a prompt's blocks leave at once"
+
+
+def test_many_requests_that_began_together_offer_in_turn() -> None:
+    """Goal: no step does the work of all, and every block is offered once.
+
+    1. A hundred prompts of one block are offered together. 2. They decode: a step reads few tables.
+    """
+    engine = Engine(100)
+    engine.step(BLOCK)
+    engine.step(1)
+    tables: list[int] = []
+    for _ in range(4 * DECODED_BLOCKS * BLOCK):
+        engine.step(1)
+        tables.append(len(engine.tables.asked))
+    assert max(tables) <= 40, "32 of them are looked at before there are many"
+    assert max(tables[-DECODED_BLOCKS * BLOCK :]) <= 2 * 100 * GATHER_STEPS // (8 * BLOCK)
+    offered = [block for blocks in engine.half.blocks for block in blocks]
+    assert len(set(offered)) == len(offered) >= 100 * (1 + 2 * DECODED_BLOCKS)
 
 
 def test_a_request_that_ends_offers_all_that_has_waited() -> None:

@@ -157,6 +157,27 @@ def test_of_the_steps_that_a_request_takes_few_look_at_it() -> None:
     assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS - 1 + 2
 
 
+def test_a_decoded_block_whose_step_has_not_ended_waits_for_others() -> None:
+    """Goal: one block by itself is not worth a look.
+
+    1. A prompt of nine is offered, and the step that fills the next block is planned: it is looked
+    at with seven more. 2. Eight are full, and there was no table when they were looked at: soon.
+    3. None is offered together with others: soon.
+    """
+    request = Request()
+    tracked = admitted(request, 0)
+    tracked.scheduled(9)
+    request.begin(9)
+    request.end(9)
+    request.all_token_ids = tuple(range(10))
+    tracked.offered = 9
+    tracked.dispatched_tokens = 12
+    assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS + 1
+    assert tracked.steps_to_next_look(4, 1) == 1
+    tracked.dispatched_tokens = 8 + 4 * DECODED_BLOCKS
+    assert tracked.steps_to_next_look(4) == 1
+
+
 def test_steps_with_drafts_are_looked_at_when_all_may_have_been_right() -> None:
     """1. A prompt of nine is computed, and its two blocks are offered; each step makes three tokens
     at most: 30 fill eight blocks in ten steps at the earliest. 2. A window's blocks, which the
