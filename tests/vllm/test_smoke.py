@@ -49,7 +49,7 @@ def stack() -> Iterator[LiveStack]:
 
 
 SINCE = {
-    "KVConnectorTransferResults": 30, "host_resident": 30,
+    "KVConnectorTransferResults": 30, "get_block_ids": 30, "host_resident": 30,
     "kv_hints": 31, "kv_tp_replicas": 31, "num_prefill_lookahead_tokens": 31,
     "prefix_replay_tokens": 31,
     "cache_hit_source": 32,

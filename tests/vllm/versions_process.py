@@ -37,11 +37,13 @@ def main() -> None:
     os.dup2(2, 1)
     from vllm.config import VllmConfig
     from vllm.v1 import kv_cache_interface as interface
+    from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.request import Request
 
     base = importlib.import_module(f"{PACKAGE}.base")
     found = {
         "KVConnectorTransferResults": hasattr(base, "KVConnectorTransferResults"),
+        "get_block_ids": hasattr(KVConnectorBlockState, "get_block_ids"),
         "host_resident": has_field(interface.KVCacheGroupSpec, "host_resident"),
         "kv_hints": "kv_hints" in inspect.signature(Request).parameters,
         "kv_tp_replicas": has_field(interface.KVCacheConfig, "kv_tp_replicas"),

@@ -49,7 +49,7 @@ from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 from kvbm_connectors.vllm.shape import rank_here, shape_of
 from kvbm_connectors.vllm.statistics import PASSES_THROUGH, KvbmPromMetrics, KvbmStats
 from kvbm_connectors.vllm.step_meter import meter_of
-from kvbm_connectors.vllm.versions import repeats_request_ids, sources_of, tables_in
+from kvbm_connectors.vllm.versions import has_all_tables, repeats_request_ids, sources_of, tables_in
 from kvbm_connectors.vllm.weight_writes import watch_writes
 from kvbm_connectors.vllm.worker_side import WorkerSide, lend_layers
 
@@ -140,6 +140,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups=self._groups,
             holds=self._holds,
             hybrid=self._hybrid,
+            all_tables=has_all_tables(),
             meter=meter_of(self._vllm_config) if settings.load_or_compute else None,
             adapters=Adapters(
                 lambda adapters: half.describe(adapters=adapters),
@@ -323,7 +324,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Lend the KV tensors to the host tier."""
         if not hasattr(self, "_life"):
             return
-        worker = WorkerSide(
+        self._worker = worker = WorkerSide(
             self._life,
             self._namespace,
             self._options,
@@ -332,7 +333,6 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shape=self._shape,
             group_namespaces=self._group_namespaces,
         )
-        self._worker = worker
         self._lend = partial(lend_layers, worker, kv_caches, self._kv_cache_config)
         self._lend()
 

@@ -26,16 +26,16 @@ from kvbm_connectors.core.prefill_meter import PrefillMeter
 from kvbm_connectors.vllm.adapters import Adapters
 from kvbm_connectors.vllm.agent_hints import AgentHints
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
-from kvbm_connectors.vllm.calendar import Calendar
 from kvbm_connectors.vllm.device_offers import DeviceOffers, Tables
 from kvbm_connectors.vllm.engine_types import BlockTable, EngineRequest, SchedulerOutput
 from kvbm_connectors.vllm.half import Half
-from kvbm_connectors.vllm.kv_groups import KvGroup, decoded_together, runs_of
+from kvbm_connectors.vllm.kv_groups import KvGroup, runs_of
+from kvbm_connectors.vllm.looks import Looks
 from kvbm_connectors.vllm.plan import RankResults, StepPlan, StepReport, await_news, impossible_load
 from kvbm_connectors.vllm.request_extras import RequestExtras
 from kvbm_connectors.vllm.step_meter import StepMeter
 from kvbm_connectors.vllm.stream_marks import RankMarks
-from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, users_of
+from kvbm_connectors.vllm.tracked import Tracked, users_of
 from kvbm_connectors.vllm.versions import states_of, tables_of
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class SchedulerSide:
         groups: Sequence[KvGroup] = (),
         holds: BlockHolds | None = None,
         hybrid: bool = True,
+        all_tables: bool = True,
         meter: PrefillMeter | None = None,
     ) -> None:
         """Follow the requests of an engine with `world_size` ranks, whose steps `meter` times.
@@ -63,6 +64,7 @@ class SchedulerSide:
         next step; None: no such model.
         Several KV groups, or one with a window, need `holds`; `hasher` is the first group's. Where
         one group of full attention has `holds`, it is not `hybrid`: a part of a hit may be loaded.
+        `all_tables`: a step has the block tables of all its requests.
         """
         self.counts: Counter[str] = Counter()
         self.steps = StepMeter(meter, counts=self.counts)
@@ -77,9 +79,7 @@ class SchedulerSide:
         """Tokens from one boundary to the next: blocks of all groups end there."""
         self._least = gcd(*(group.block_tokens for group in self.groups))
         """Greatest common divisor of the groups' block sizes: blocks end at multiples of it."""
-        self._together = decoded_together(self.groups, self._least, DECODED_BLOCKS)
-        most = decoded_together(self.groups, self._least, 2 * DECODED_BLOCKS)
-        self._calendar = Calendar(2 * self._least, (most - self._together) * self._least)
+        self._looks = Looks(self.groups, self._least, windows=self._hybrid, all_tables=all_tables)
         self._states_handed_over = any(group.handed_over for group in self.groups)
         self.evict: Callable[[EngineRequest, int], None] = lambda request, first: None
         """Takes a request's blocks from a token on out of vLLM's prefix cache."""
@@ -216,7 +216,7 @@ class SchedulerSide:
         sent = self._take_ended_offers()
         if self._states_handed_over:
             self._offers.hold_states(self._requests, states_of(output.kv_connector_block_state))
-        for request in self._calendar.begin_step(output.num_scheduled_tokens):
+        for request in self._looks.begin_step(output.num_scheduled_tokens):
             tracked = self._requests.get(request)
             if tracked is not None:
                 self._scheduled(request, tracked, output)
@@ -242,18 +242,17 @@ class SchedulerSide:
         if tracked.computed() // self._least > tracked.offered // self._least:
             # vLLM makes a table when it is asked for: not for requests that offer nothing.
             self._offers.offer(tracked, self.tables_of(output.kv_connector_block_state, name))
-        steps = tracked.steps_to_next_look(self._least, self._together, windows=self._hybrid)
-        self._calendar.look_in(name, steps, tracked.step_tokens)
+        self._looks.look_again(name, tracked)
 
     def _readmitted(self, tracked: Tracked) -> None:
         """Follow a request afresh, from the next step that computes for it."""
         tracked.readmitted()
-        self._calendar.look_soon(tracked.request.request_id)
+        self._looks.look_soon(tracked.request.request_id)
 
     def _forget(self, request: str) -> None:
         """Follow a request no longer."""
         del self._requests[request]
-        self._calendar.forget(request)
+        self._looks.forget(request)
 
     def _expects(self, waiting: int) -> bool:
         requests = self._requests.values()
@@ -283,7 +282,7 @@ class SchedulerSide:
         if tracked.finished and not tracked.offers:
             self._forget(result.load.request)
         else:
-            self._calendar.look_soon(result.load.request)
+            self._looks.look_soon(result.load.request)
 
     # --- offers -----------------------------------------------------------------------------
 
@@ -345,10 +344,9 @@ class SchedulerSide:
                 if request.lora_request is not None:
                     self.adapter_loaded(request.lora_request)
             tracked = self._requests[request.request_id] = Tracked(
-                request, refused, extras,
-                boundaries={self._last_boundary(request.num_tokens - 1)},
-            )  # fmt: skip
-            self._calendar.look_soon(request.request_id)
+                request, refused, extras, boundaries={self._last_boundary(request.num_tokens - 1)}
+            )
+            self._looks.look_soon(request.request_id)
             self.hints.begin(request)
         return tracked
 

@@ -200,6 +200,13 @@ class Tracked:
         more = (together - 1) * block_tokens if self.decodes_from else 0
         return (until_full + more) // self.step_tokens + until_ended
 
+    def steps_to_table(self, steps: int, block_tokens: int) -> int:
+        """Return the least steps from `steps` on to one that begins a block, the only one with the
+        request's table in some versions. With drafts each step may be."""
+        if self.step_tokens > 1:
+            return 1 if steps <= 2 else steps
+        return steps + (1 - self.dispatched_tokens - steps) % block_tokens
+
     @property
     def offers_decoded(self) -> bool:
         """Tell whether all blocks that were not offered yet were computed token by token."""

@@ -43,6 +43,14 @@ def repeats_request_ids() -> bool:
     return bool(getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False))
 
 
+def has_all_tables() -> bool:
+    """Return whether a step has the block tables of all its requests (from 0.30 on). Before, it has
+    those of requests that get a block in it."""
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    return hasattr(KVConnectorBlockState, "get_block_ids")
+
+
 def tables_of(block_state: Any, request: str) -> tuple[list[int], ...]:
     """Return the device blocks of a request, KV group by KV group, as a step's block state has
     them; empty where they are not known.
