@@ -7,11 +7,13 @@ counted by brute force. A block has four tokens; vLLM's null block is 0.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import Hasher, SequenceHash
+from kvbm_connectors.vllm import calendar
 from kvbm_connectors.vllm.block_holds import BlockHolds
 from kvbm_connectors.vllm.device_offers import WAIT_STEPS_MAX
 from kvbm_connectors.vllm.kv_groups import TAILS_EVERY, KvGroup
@@ -26,6 +28,16 @@ from tests.connectors.vllm.test_device_offers import FULL, Half
 
 BLOCK = NAMESPACE.block_tokens
 TOKENS_MAX = 400
+
+
+@pytest.fixture(scope="module", params=["in time", "in turn"], autouse=True)
+def looks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Requests are looked at when they are due, or as late as they may: as many are, in turn."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in turn":
+            patch.setattr(calendar, "GATHER_REQUESTS", 0)
+            patch.setattr(calendar, "GATHER_STEPS", 13)
+        yield
 
 
 class Tables:

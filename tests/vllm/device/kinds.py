@@ -12,8 +12,9 @@ from typing import Any
 from vllm.v1 import kv_cache_interface as specs
 
 TOKENS = 4
+ANSWER_MAX = 20
 SPARE = 12
-"""Blocks beside those of one request: several run, and preempt each other."""
+"""Blocks beside those of one request, of most kinds: several run, and preempt each other."""
 FEATURES: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8}
 
 
@@ -36,6 +37,12 @@ class Kind:
     """Where heads lie, of an engine whose pages have one size."""
     repeats_names: bool = False
     """A request may have the name of one that has ended, as vLLM allows by a variable."""
+    gathers: bool = False
+    """Few decoded blocks wait for others, and looks at few requests are taken in turn."""
+    spare: int = SPARE
+    """Blocks beside those of one request."""
+    answer_max: int = ANSWER_MAX
+    """Every answer has fewer tokens."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,6 +116,9 @@ KINDS: dict[str, Kind] = {
     "gptoss": Kind(lambda: [window(8), full()]),
     "gemma4": Kind(lambda: [window(9, 8), window(9, 8), full()]),
     "mistral": Kind(lambda: [window()]),
+    "gathered": Kind(
+        lambda: [window(21), window(21), full()], gathers=True, answer_max=38, spare=2
+    ),
     "retained": Kind(lambda: [window(extra_retained_tokens=3), full()]),
     "llama4": Kind(lambda: [chunked(), chunked(), full()]),
     "chunks": Kind(lambda: [chunked(24)]),
@@ -158,7 +168,7 @@ def config_of(kind: Kind, tokens: int, in_flight: int) -> Any:
     ]
     for number in kind.draft_groups:
         groups[number] = replace(groups[number], is_eagle_group=True)
-    blocks = sum(blocks_of(spec, tokens, in_flight) for spec in kind.groups()) + SPARE
+    blocks = sum(blocks_of(spec, tokens, in_flight) for spec in kind.groups()) + kind.spare
     return specs.KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[],

@@ -23,11 +23,11 @@ import msgspec
 from kvbm_common.identity import SequenceHash
 
 from tests.vllm.device.engine import MODEL_TOKENS, VOCABULARY
-from tests.vllm.device.kinds import KINDS, Kind
+from tests.vllm.device.kinds import ANSWER_MAX, KINDS, Kind
 from tests.vllm.device.live import LiveEngine
 from tests.vllm.device.live_talk import DISK_ALONE, LiveCommand, LiveReply
 from tests.vllm.device.memory import Cell, WrongBytes
-from tests.vllm.device.process import ANSWER_MAX, prompt_of, vllm_config_of
+from tests.vllm.device.process import prompt_of, vllm_config_of
 from tests.vllm.fuzz import plants
 
 PATIENCE_MS = 4_000

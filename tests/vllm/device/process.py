@@ -33,7 +33,6 @@ from tests.vllm.device.kinds import KINDS, Kind
 from tests.vllm.device.live_talk import SeedsCommand, SeedsReply
 from tests.vllm.fuzz import plants
 
-ANSWER_MAX = 20
 STEPS_MAX = 240
 
 
@@ -74,7 +73,7 @@ def vllm_config_of(
     return config
 
 
-def play(engine: Engine, *, aborts_preempted: bool) -> None:
+def play(engine: Engine, *, aborts_preempted: bool, answer_max: int) -> None:
     """Draw what happens: conversations that share beginnings, aborts, resets, evictions."""
     rng = engine.rng
     if aborts_preempted:
@@ -87,7 +86,7 @@ def play(engine: Engine, *, aborts_preempted: bool) -> None:
         if rng.random() < 0.4 and len(engine.names) < 6:
             prompt = prompt_of(rng, systems, texts)
             texts.append(prompt)
-            names.append(engine.submit(prompt, rng.randrange(1, ANSWER_MAX)))
+            names.append(engine.submit(prompt, rng.randrange(1, answer_max)))
         if names and rng.random() < 0.15:
             texts.append(engine.spoken(rng.choice(names))[: MODEL_TOKENS - 60])
         if engine.names and rng.random() < 0.02:
@@ -121,7 +120,7 @@ def run(model: str, name: str, seeds: range) -> dict[str, int]:
         config = vllm_config_of(model, kind, overlaps=overlaps)
         engine = Engine(kind, config, seed)
         try:
-            play(engine, aborts_preempted=kind.aborts_preempted)
+            play(engine, aborts_preempted=kind.aborts_preempted, answer_max=kind.answer_max)
         except BaseException as error:
             error.add_note(f"kind {name!r}, seed {seed}, overlaps {overlaps}")
             raise
