@@ -163,16 +163,16 @@ class SessionPins:
         """Pin a block now, or when it comes; False: the tenant's bound is reached."""
         assert session.is_pinning, f"session {key[1]} pins nothing"
         pinned = self._pinned.get(name)
-        if pinned is not None:
-            pinned.holders[key] = None
-            return True
-        slot = self._table.find(name)
+        slot = self._table.find(name) if pinned is None else pinned.slot
         if slot is None:
             self._wanted.setdefault(name, {})[key] = None
-            return True
-        if self._table.block(slot).namespace not in session.namespaces:
-            return True  # A block of another namespace has this name: it is not pinned.
-        return self._hold(key, name, slot)
+        elif self._table.block(slot).namespace not in session.namespaces:
+            pass  # Another tenant's block is not kept by this one, pinned or not.
+        elif pinned is not None:
+            pinned.holders[key] = None
+        else:
+            return self._hold(key, name, slot)
+        return True
 
     def _hold(self, key: SessionKey, name: SequenceHash, slot: int) -> bool:
         assert name not in self._wanted, f"{name.hex()} is here, and awaited"

@@ -104,7 +104,7 @@ class BoundedPins(RuleBasedStateMachine):
         """A session pins a block, or awaits it; False: it is refused."""
         tenant = tenant_of(number)
         if number in self.holders:
-            if key not in self.holders[number]:
+            if tenant == self.sessions[key].tenant and key not in self.holders[number]:
                 self.holders[number].append(key)
         elif number not in self.here(tenant):
             if key not in self.awaited.setdefault(number, []):
@@ -206,6 +206,16 @@ class BoundedPins(RuleBasedStateMachine):
 
 
 TestBoundedPins = BoundedPins.TestCase
+
+
+def test_a_block_that_another_tenant_has_pinned_is_not_kept_by_this_one() -> None:
+    """Goal: who knows another tenant's names does not hold that tenant's share after its pin."""
+    machine = BoundedPins()
+    machine.come(number=1)
+    machine.pin(tenant="gold", which="a", numbers=[1], ttl_ms=2)
+    machine.pin(tenant="tin", which="a", numbers=[1], ttl_ms=5)
+    machine.wait(ms=2)
+    assert list(machine.pins.slots()) == []
 
 
 # --- at the core ----------------------------------------------------------------------------------
