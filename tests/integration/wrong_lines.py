@@ -83,7 +83,7 @@ OPTIONS: Mapping[tuple[str, str], Sequence[str]] = {
     **{(name, "--deadline-s"): FLOATS for name in ("evict", "reset", "resize", "prefetch")},
     **{(name, "--prefix"): NAMES for name in ("evict", "reset")},
     **{(name, "--namespace"): DIGESTS for name in ("evict", "reset")},
-    ("up", "--only"): [text for text in TEXTS if text not in ("", "\n")],
+    ("up", "--only"): TEXTS,
     ("audit", "--last"): (*COUNTS, "0", "1001"),
     ("explain", "--last"): (*COUNTS, "0", "100001"),
     ("demo", "--requests"): (*COUNTS, "0"), ("demo", "--engines"): (*COUNTS, "0", "17"),
