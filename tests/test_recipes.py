@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 ROOT = Path(__file__).parent.parent
 COMMON = "libs/kvbm_common/kvbm_common"
@@ -76,6 +77,7 @@ def files_of(recipe: str) -> set[str]:
     return set(re.findall(r"`([\w/.]+\.(?:py|md))`", "\n".join(steps)))
 
 
+@pytest.mark.slow
 def test_a_new_verb_is_three_files(tmp_path: Path) -> None:
     """1. Change what the recipe names. 2. See the verb on every way to it, and in the documents."""
     assert files_of("a new verb of operators") == set(NEW_VERB)

@@ -84,7 +84,9 @@ def test_the_seeds_meet_every_fault_and_every_outcome() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("seed", [EVENTFUL_SEED, SEVERAL_GROUPS_SEED])
+@pytest.mark.parametrize(
+    "seed", [EVENTFUL_SEED, pytest.param(SEVERAL_GROUPS_SEED, marks=pytest.mark.slow)]
+)
 def test_a_seed_is_a_whole_bug_report(seed: int) -> None:
     """Every message of a run follows from its seed, whatever Python's hashes are this time."""
     digests = {_digest_elsewhere(seed, hash_seed=n) for n in (1, 2)}

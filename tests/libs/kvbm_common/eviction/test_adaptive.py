@@ -368,9 +368,8 @@ def memory_of(
     return filled / count, replaced / count
 
 
-@pytest.mark.parametrize(
-    ("count", "more"), [(25_000, 45), pytest.param(100_000, 25, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "more"), [(25_000, 45), (100_000, 25)])
 def test_memory_is_below_its_bound(count: int, more: int) -> None:
     """Goal: 200 bytes for a block. When all blocks were replaced an ordered dict has grown, that of
     `lru` as well: what is remembered of those that have left takes few bytes more. A small tier
