@@ -200,7 +200,7 @@ async def _have_finished(run: Running, count: int) -> bool:
 def test_figures_that_cannot_be_written_fail_before_the_run(
     place: str, reason: str, tmp_path: Path
 ) -> None:
-    """A pipe that nobody reads, and where root may write everything, included."""
+    """A missing directory, a directory, `/proc` even as root, and a pipe without a reader."""
     os.mkfifo(tmp_path / "fifo")
     command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(tmp_path / place)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -12,7 +12,7 @@ from kvbm_common.identity import SequenceHash
 
 SET_NAMES = 16_384
 """Names of a set before another one begins. A set of all took over a millisecond of an engine's
-step when it grew; one of these takes 0.35 ms. They are few to be asked."""
+step when it grew; one of these takes 0.35 ms. A question looks into every set: they are few."""
 FREED_NAMES = 2_048
 """Names that a tick frees: a whole set takes 0.7 ms."""
 

@@ -118,7 +118,7 @@ class BlockIds(msgspec.Struct, frozen=True):
 def read_trace(path: Path, line_type: type[Line], *, requests: int | None = None) -> list[Line]:
     """Return the first requests of a trace, or all. Raises BadTrace, which names the line.
 
-    Empty lines at its end are none of it.
+    Empty lines at its end are skipped.
     """
     decoder = msgspec.json.Decoder(line_type)
     found: list[Line] = []

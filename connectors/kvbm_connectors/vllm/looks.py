@@ -21,8 +21,8 @@ class Looks(Calendar):
     ) -> None:
         """Look at requests whose blocks end at multiples of `block_tokens`.
 
-        With `windows` blocks may leave their table; without `all_tables` a step has those alone of
-        requests that begin a block in it.
+        With `windows` blocks may leave their table. Without `all_tables` a step has the tables of
+        those requests only that begin a block in it.
         """
         together = decoded_together(groups, block_tokens, DECODED_BLOCKS)
         most = decoded_together(groups, block_tokens, 2 * DECODED_BLOCKS)

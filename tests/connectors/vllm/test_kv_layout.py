@@ -44,7 +44,7 @@ def config_of() -> Any:
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
 def test_heads_are_to_lie_outside_of_tokens(cache_dtype: str) -> None:
-    """Goal: engines with one rank and with two share blocks, and nobody sets a variable."""
+    """Goal: engines with one rank and with two share blocks by default."""
     config = config_of()
     config.cache_config.cache_dtype = cache_dtype
     assert wanted_layout(config) == "LBHNC"

@@ -157,6 +157,17 @@ def test_of_the_steps_that_a_request_takes_few_look_at_it() -> None:
     assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS - 1 + 2
 
 
+def computed_nine() -> Tracked:
+    """A request with a prompt of nine, whose step has ended and brought a token."""
+    request = Request()
+    tracked = admitted(request, 0)
+    tracked.scheduled(9)
+    request.begin(9)
+    request.end(9)
+    request.all_token_ids = tuple(range(10))
+    return tracked
+
+
 def test_a_decoded_block_whose_step_has_not_ended_waits_for_others() -> None:
     """Goal: one block by itself is not worth a look.
 
@@ -164,12 +175,7 @@ def test_a_decoded_block_whose_step_has_not_ended_waits_for_others() -> None:
     at with seven more. 2. Eight are full, and there was no table when they were looked at: soon.
     3. None is offered together with others: soon.
     """
-    request = Request()
-    tracked = admitted(request, 0)
-    tracked.scheduled(9)
-    request.begin(9)
-    request.end(9)
-    request.all_token_ids = tuple(range(10))
+    tracked = computed_nine()
     tracked.offered = 9
     tracked.dispatched_tokens = 12
     assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS + 1
@@ -182,12 +188,7 @@ def test_steps_with_drafts_are_looked_at_when_all_may_have_been_right() -> None:
     """1. A prompt of nine is computed, and its two blocks are offered; each step makes three tokens
     at most: 30 fill eight blocks in ten steps at the earliest. 2. A window's blocks, which the
     step must hold: every step is looked at."""
-    request = Request()
-    tracked = admitted(request, 0)
-    tracked.scheduled(9)
-    request.begin(9)
-    request.end(9)
-    request.all_token_ids = tuple(range(10))
+    tracked = computed_nine()
     tracked.offered = 8
     tracked.scheduled(3, 2)
     assert (tracked.dispatched_tokens, tracked.step_tokens) == (10, 3)
