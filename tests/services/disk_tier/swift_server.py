@@ -1,13 +1,18 @@
 """OpenStack Swift with its S3 interface: a store that is run in production, on one disk.
 
 Debian's packages swift-proxy, swift-account, swift-container, swift-object and memcached have it.
+Its servers give each other half a second to connect, and leave one alone that was late ten times.
+Beside other tests that is too short, so both are set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
+import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -32,6 +37,8 @@ log_level = WARNING
 pipeline = {kind}-server
 [app:{kind}-server]
 use = egg:swift#{kind}
+conn_timeout = 30
+node_timeout = 30
 [{kind}-replicator]
 [{kind}-updater]
 [{kind}-auditor]
@@ -49,6 +56,9 @@ pipeline = catch_errors gatekeeper healthcheck cache listing_formats bulk s3api 
 [app:proxy-server]
 use = egg:swift#proxy
 account_autocreate = true
+conn_timeout = 30
+node_timeout = 30
+error_suppression_limit = 1000000
 [filter:catch_errors]
 use = egg:swift#catch_errors
 [filter:gatekeeper]
@@ -71,6 +81,12 @@ use = egg:swift#slo
 use = egg:swift#tempauth
 user_key_user = secret .admin
 """
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+        return True
+    return False
 
 
 def is_installed() -> bool:
@@ -96,12 +112,18 @@ class SwiftServer(S3Server):
             self._ring(kind, port)
             text = BACK_END.format(kind=kind, port=port, directory=self._directory)
             self._run(f"swift-{kind}-server", self._config(kind, text))
+        for port in ports.values():
+            self._wait_until(functools.partial(_listens, port))
         cache_port = free_port()
         self._run("memcached", "-u", "root", "-l", "127.0.0.1", "-p", str(cache_port))
         text = PROXY.format(port=self.port, directory=self._directory, cache_port=cache_port)
         self._run("swift-proxy-server", self._config("proxy", text))
+        self._wait_until(self._answers)
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a part of the start. The proxy is the last: what it asks must listen by then."""
         wait_for(
-            self._answers,
+            condition,
             lambda: f"Swift has not started: {(self._directory / 'log').read_text()[-2000:]}",
             deadline_s=START_S,
             poll_s=0.1,
