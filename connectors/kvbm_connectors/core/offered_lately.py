@@ -14,7 +14,11 @@ SET_NAMES = 16_384
 """Names of a set before another one begins. A set of all took over a millisecond of an engine's
 step when it grew; one of these takes 0.35 ms. A question looks into every set: they are few."""
 FREED_NAMES = 2_048
-"""Names that a tick frees: a whole set takes 0.7 ms."""
+"""Names that a tick frees at least: a whole set takes 0.7 ms."""
+FREED_NAMES_MAX = 8_192
+"""Names that a tick frees at most, in a millisecond: with ten ticks a second, 80,000 a second."""
+FREED_IN_TICKS = 512
+"""Ticks in which a tick's part of all that waits would free it: most of an offer's deadline."""
 
 
 class OfferedLately:
@@ -50,9 +54,13 @@ class OfferedLately:
             self._turn_at_ms = now_ms + self._lately_ms
 
     def _free(self) -> None:
-        """Drop some names that are remembered no more."""
-        gone = self._gone[-1]
-        for _ in range(min(FREED_NAMES, len(gone))):
-            gone.pop()
-        if not gone:
-            self._gone.pop()
+        """Drop some names that are remembered no more, more of them where more wait."""
+        waiting = sum(map(len, self._gone))
+        left = min(max(FREED_NAMES, waiting // FREED_IN_TICKS), FREED_NAMES_MAX)
+        while left and self._gone:
+            gone = self._gone[-1]
+            for _ in range(count := min(left, len(gone))):
+                gone.pop()
+            left -= count
+            if not gone:
+                self._gone.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -76,3 +77,22 @@ def test_names_are_freed_some_at_a_time() -> None:
         assert 0 < Freed.gone <= offered_lately.SET_NAMES // 4
         left -= Freed.gone
         Freed.gone = 0
+
+
+def test_names_that_wait_to_be_freed_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: 60,000 names a second, with ten ticks, do not pile up; no tick frees more than half a
+    set. A hundredth of each number is the same test."""
+    for number, of in (("SET_NAMES", 164), ("FREED_NAMES", 20), ("FREED_NAMES_MAX", 82)):
+        monkeypatch.setattr(offered_lately, number, of)
+    lately, names = OfferedLately(60_000), itertools.count()
+    left_after: list[int] = []
+    Freed.gone = 0
+    for tick in range(7 * 600):
+        lately.add([SequenceHash(Freed(next(names).to_bytes(16, "big"))) for _ in range(60)])
+        before = Freed.gone
+        lately.tick(100 * tick)
+        assert Freed.gone - before <= 82
+        if tick % 600 == 599:
+            left_after.append((tick + 1) * 60 - Freed.gone)
+    assert max(left_after) < 3.5 * 600 * 60, left_after
+    assert left_after[-1] < 1.01 * left_after[-2], left_after
