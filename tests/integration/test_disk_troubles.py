@@ -46,13 +46,15 @@ async def not_ready_text(run: Running, directory: Path) -> str | None:
 
 
 def status(run: Running) -> str:
-    """What `kvbm status` prints."""
+    """What `kvbm status` prints of a system that is not ready: it ends with 1."""
     url = f"http://127.0.0.1:{run.stack.settings.metrics_port}"
     command = [sys.executable, "-m", "kvbm_cli.main", "status", "--url", url, "--json"]
     environ = os.environ | {"KVBM_ADMIN_TOKEN": TOKEN}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=30, env=environ
-    ).stdout
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=30, env=environ
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

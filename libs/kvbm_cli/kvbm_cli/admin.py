@@ -18,8 +18,11 @@ TENANT_COLUMNS = ("blocks", "bytes", "share_bytes", "waiting")
 
 
 def status(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Show the whole system at a glance."""
-    run(lambda api: api.get("/v1/status"), _status_tables, url, as_json)
+    """Show the whole system at a glance; exits with 1 while it is not ready."""
+    run(
+        lambda api: api.get("/v1/status"), _status_tables, url, as_json,
+        failed=lambda told: not told["ready"],
+    )  # fmt: skip
 
 
 def services(as_json: bool = AS_JSON, url: str = URL) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -132,6 +133,26 @@ def test_a_reason_that_does_not_exist_is_a_wrong_line(
         server.stop()
     assert (code == 2) == (status == 422)
     assert "--reason" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", ["", " --json"])
+def test_a_status_that_is_not_ready_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str
+) -> None:
+    """Goal: a script sees what `/readyz` says; the page is whole all the same."""
+    reason = "disk-tier.h.0: does not answer"
+    status = {"version": "1", "engines": 1, "workers": 1, "kvbm": {}, "tiers": [], "flows": []}
+    status["services"] = [{"kind": "disk-tier", "ready": 0}]
+    for reasons, code in (([], 0), ([reason], 1)):
+        server = Foreign(json.dumps(status | {"ready": not reasons, "reasons": reasons}))
+        try:
+            assert typed(monkeypatch, f"status{options}", server.url) == code
+        finally:
+            server.stop()
+        told = capsys.readouterr()
+        assert not told.err
+        assert "disk-tier" in told.out
+        assert (reason in told.out) == bool(reasons)
 
 
 @pytest.mark.parametrize("body", ["{}", "[]", "null", "3", '["a"]', "<html>", "", DEEP])
