@@ -78,9 +78,16 @@ def request_of(
     """Build the request as it travels; raises ValueError, ConfigError for what cannot be read."""
     if question not in QUESTIONS:
         raise ValueError(f"no question {question!r}; there are {', '.join(QUESTIONS)}")
+    prompt = {"--tokens": tokens, "--namespace": namespace, "--salt": salt, "--lora": lora}
+    if question == "holders":
+        named = [*hashes[:1], *(option for option, text in prompt.items() if text)]
+        if named:
+            raise ValueError(f"holders lists all of them, without {named[0]}: ask match or where")
+    if weights and question not in ("score", "route"):
+        raise ValueError(f"--weights is for score and route, not for {question}")
     if question == "holders":
         return {}
-    for option, text in (("--namespace", namespace), ("--salt", salt), ("--lora", lora)):
+    for option, text in prompt.items():
         if text and not tokens:
             raise ValueError(f"{option} needs --tokens beside it: hashes say what it would")
     if tokens:
@@ -96,7 +103,7 @@ def request_of(
         raise ValueError(f"{question} needs hashes of blocks, or --tokens with --namespace")
     else:
         request = {"hashes": [readable(name, "hash") for name in hashes]}
-    if question in ("score", "route") and weights:
+    if weights:
         request["weights"] = _weights_of(weights)
     return request
 

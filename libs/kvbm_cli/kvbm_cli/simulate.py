@@ -13,7 +13,7 @@ import msgspec
 import typer
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.eviction import POLICIES, make_policy
-from kvbm_connectors.sim.workload import BlockIds, read_trace
+from kvbm_connectors.sim.workload import BadTrace, BlockIds, read_trace
 
 from kvbm_cli.command_line import code_of, exit_with, require_writable
 from kvbm_cli.replay import Requests, bound_of, hits_of, requests_of
@@ -71,6 +71,8 @@ def simulate(
                 raise ConfigError("--policy", name, f"{', '.join(POLICIES)}, commas between")
         lines = read_trace(trace, BlockIds, requests=requests or None)
         load = requests_of(line.hash_ids for line in lines)
+        if not load.references:
+            raise BadTrace(f"{trace} has no request for a block")
         capacities = capacities_of(capacity, load.block_count)
     except KvbmError as error:
         exit_with(f"kvbm: {error}", code_of(error))

@@ -103,6 +103,20 @@ def test_what_cannot_be_read_is_refused() -> None:
         request_of("match", ["00"], tokens="1")
 
 
+def test_what_a_question_would_ignore_is_refused() -> None:
+    """Goal: nobody takes an answer for that of the prompt, salt or weights in the line."""
+    for given in ("tokens", "namespace", "salt", "lora"):
+        with pytest.raises(ValueError, match=f"holders lists all of them, without --{given}"):
+            request_of("holders", [], **{given: "1"})
+    name = "ab" * 16
+    with pytest.raises(ValueError, match=f"without {name}: ask match or where"):
+        request_of("holders", [name], salt="y")
+    for question in ("match", "where", "holders"):
+        with pytest.raises(ValueError, match="--weights is for score and route"):
+            request_of(question, [] if question == "holders" else [name], weights="host=1")
+    assert request_of("holders", []) == {}
+
+
 def test_requests_are_what_the_wire_wants() -> None:
     assert request_of("score", ["ABcd"], weights="device=1,host=0.5") == {
         "hashes": ["abcd"], "weights": {"device": 1.0, "host": 0.5},

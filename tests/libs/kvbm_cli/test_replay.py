@@ -135,13 +135,21 @@ def test_a_pipe_for_figures_is_not_used_up_before_the_run(trace: Path, tmp_path:
 
 
 def test_simulate_refuses(trace: Path, tmp_path: Path) -> None:
-    """An unknown policy, no capacity, a file that is no trace, one that is not there."""
+    """An unknown policy, no capacity, a file that is no trace, one that is not there.
+
+    Nor does it print zeros of a trace that asks for nothing.
+    """
+    blank, idle = tmp_path / "blank.jsonl", tmp_path / "idle.jsonl"
+    blank.write_text("\n \n\n")
+    idle.write_text('{"hash_ids": []}\n')
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"hash_ids": [1]}\n{"hash_ids": 5}\n')
     for arguments, code, said in (
         (("--trace", str(trace), "--policy", "best"), 2, "--policy is 'best'"),
         (("--trace", str(trace), "--capacity", "some"), 2, "a number of blocks"),
         (("--trace", str(bad)), 1, "bad.jsonl, line 2"),
+        (("--trace", str(blank)), 1, "blank.jsonl has no request for a block"),
+        (("--trace", str(idle)), 1, "idle.jsonl has no request for a block"),
         (("--trace", str(tmp_path / "nowhere")), 2, "does not exist"),
         (("--trace", str(trace), "--json", "/no/such/file"), 2, "cannot be written: No such"),
         (("--trace", str(trace), "--json", "/proc/version"), 2, "cannot be written"),
