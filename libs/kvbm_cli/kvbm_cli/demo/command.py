@@ -261,7 +261,7 @@ def _keep_logs(stack: Stack | AttachedStack) -> None:
 
 async def _enter_stack(options: DemoOptions, cleanup: AsyncExitStack) -> Stack | AttachedStack:
     if options.attach:
-        return await cleanup.enter_async_context(AttachedStack())
+        return await cleanup.enter_async_context(AttachedStack(say=_say))
     overrides: dict[str, object] = {
         "cpu_cache_gb": options.host_gb,
         "disk_cache_gb": options.disk_gb,

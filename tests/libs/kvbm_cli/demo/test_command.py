@@ -9,8 +9,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from kvbm_cli.demo import attached
+from kvbm_cli.demo.attached import AttachedStack
 from kvbm_cli.demo.command import BROKEN_OFF_DEADLINE_S, at_end
 from kvbm_cli.stack import NATS_STOP_DEADLINE_S
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.runtime.processes import free_port
 
 START_DEADLINE_S = 60
 
@@ -78,3 +82,30 @@ async def test_a_signal_shortens_the_deadlines_of_the_end(
     await asyncio.gather(run(), return_exceptions=True)
     assert given == [deadline_s]
     assert 3 * BROKEN_OFF_DEADLINE_S + NATS_STOP_DEADLINE_S <= 3.0
+
+
+@pytest.mark.slow
+async def test_a_stack_that_is_not_there_is_named_soon(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: what is missing is named within seconds, while the demo waits for it.
+
+    1. No NATS listens there. 2. It runs, and no service has joined.
+    """
+    for url, missing, deadline in (
+        (f"nats://127.0.0.1:{free_port()}", "no answer from nats://", "CONNECT_DEADLINE_S"),
+        (nats_server.url, "no consolidator or no host-tier on host ", "READY_DEADLINE_S"),
+    ):
+        monkeypatch.setenv("KVBM_NATS_URL", url)
+        monkeypatch.setattr(attached, deadline, 600.0)
+        said: asyncio.Queue[str] = asyncio.Queue()
+        stack = AttachedStack(say=said.put_nowait)
+        joining = asyncio.create_task(stack.__aenter__())
+        try:
+            text = await asyncio.wait_for(said.get(), 20)
+        finally:
+            joining.cancel()
+            await asyncio.wait({joining}, timeout=20)
+            await stack.__aexit__()
+        assert text.startswith(missing), text
+        assert text.endswith("; waiting 599 s more for a stack (`kvbm up` starts one)"), text
