@@ -237,7 +237,7 @@ class CoreLoop(Generic[Input, Effect]):
                 self._start(effect, tasks)
             if self._in_flight > in_flight_before:
                 break
-        if self._in_flight == 0 and self.depth == 0:
+        if self._is_settled and self._in_flight == 0 and self.depth == 0:
             self._idle.set()
         if not self._hurry.is_set() and not self._is_quiet():
             self._hurry.set()

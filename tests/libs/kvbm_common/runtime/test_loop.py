@@ -330,6 +330,24 @@ async def test_a_core_settles_after_a_burst_that_was_as_long_as_it_may(words: in
         await wait_until(lambda: settled[-1:] == [words], deadline_s=DEADLINE_S)
 
 
+async def test_a_core_that_has_not_settled_is_not_idle() -> None:
+    """Goal: who waits for a quiet core finds all done, also after a step that took long."""
+    passed_ms = itertools.count(0, 10)
+    core, settled = Recorder(), list[str]()
+
+    def settle() -> Sequence[str]:
+        settled.append("settled")
+        return ()
+
+    loop: CoreLoop[str, str] = CoreLoop(
+        core, lambda effect: None, inbox_size=4, settle=settle, now_ms=lambda: next(passed_ms)
+    )
+    async with running(loop):
+        await loop.offer("a", deadline_s=DEADLINE_S)
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+        assert (core.seen, settled) == (["a"], ["settled"])
+
+
 async def test_what_settling_completes_is_the_next_input() -> None:
     """Goal: an effect of `settle` that answers at once wakes the loop like any other."""
     core, late = Recorder(), ["late!"]
