@@ -8,7 +8,8 @@
                   └────────────────────────────────────────────────────────────┘
 ```
 
-Inputs of different lanes take turns (`fair_queue`): one that floods its lane delays no other.
+Inputs of different lanes take turns (`fair_queue`), by the processor time of their steps: one that
+floods its lane delays no other.
 Outsiders wait for room; completions never wait, because they are bounded by the effects in flight,
 which the core decides. Completions go first: they free what new inputs would wait for. An exception
 in the core or in an effect ends `run`: expected failures come back as inputs.
@@ -35,6 +36,8 @@ BURST_MS = 2
 TURNS = 2
 """Turns of the event loop that an async effect gets before the next step: in the first it asks, in
 the second the NATS client sends. So its request leaves before the next step runs."""
+LANE_TURN_NS = 500_000
+"""Processor time of a lane's turn: a few small inputs, half an offer."""
 QUIET_TICK_MS = 1_000
 """The pause between ticks of a quiet core, at most a tenth more. Late by it are ends of leases and
 of silence, and what a tick itself tells."""
@@ -78,6 +81,7 @@ class CoreLoop(Generic[Input, Effect]):
         tick_ms: int = 100,
         is_quiet: Callable[[], bool] = lambda: False,
         settle: Callable[[], Sequence[Effect]] = tuple,
+        spent_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
         assert inbox_size > 0
         assert tick_ms > 0
@@ -89,6 +93,8 @@ class CoreLoop(Generic[Input, Effect]):
         self._tick_ms = tick_ms
         self._is_quiet = is_quiet
         self._settle = settle
+        self._spent_ns = spent_ns
+        """The processor time of this thread: a lane is not charged for other processes."""
         self._hurry = asyncio.Event()
         self._hurry.set()
         """Clear: the ticker waits for longer, until a step has left something to wait for."""
@@ -99,9 +105,13 @@ class CoreLoop(Generic[Input, Effect]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
+        self._to_begin = 0
+        """Async effects whose tasks have not had a turn yet."""
         self._refused = 0
         self._waiting: asyncio.TaskGroup | None = None
         """The task group of `run`, while it waits for an input and no effect has its turn."""
+        self._tasks: asyncio.TaskGroup | None = None
+        """The task group of `run`, while it is running."""
         self._turns = 0
         """Turns that the last burst beside `run` has left to others."""
         self._is_settled = True
@@ -155,6 +165,7 @@ class CoreLoop(Generic[Input, Effect]):
         """
         if self._waiting is None:
             self._wake.set()
+            self._answer_fresh()
         elif self.depth:
             in_flight_before = self._in_flight
             self._turns = self._burst(self._waiting)
@@ -199,6 +210,7 @@ class CoreLoop(Generic[Input, Effect]):
                 tasks.create_task(self._run_ticker(), name="ticker")
             for effect in first:
                 self._start(effect, tasks)
+            self._tasks = tasks
             try:
                 while True:
                     self._waiting = tasks
@@ -207,7 +219,7 @@ class CoreLoop(Generic[Input, Effect]):
                     for _ in range(max(turns, self._burst(tasks))):
                         await asyncio.sleep(0)
             finally:
-                self._waiting = None
+                self._waiting = self._tasks = None
 
     def _burst(self, tasks: asyncio.TaskGroup) -> int:
         """Run some steps, then let others have their turn; return how many turns.
@@ -221,10 +233,9 @@ class CoreLoop(Generic[Input, Effect]):
             if count and now_ms >= until_ms:
                 break
             if self._completions:
-                event = self._completions.popleft()
+                self._step(self._completions.popleft(), now_ms, tasks)
             elif self._offers:
-                event = self._offers.popleft()
-                self._room.set()
+                self._take_offer(now_ms, tasks)
             else:
                 for effect in self._settle():
                     self._start(effect, tasks)
@@ -233,8 +244,6 @@ class CoreLoop(Generic[Input, Effect]):
                 self._wake.clear()
                 self._is_settled = True
                 break
-            for effect in self.core.step(event, now_ms):
-                self._start(effect, tasks)
             if self._in_flight > in_flight_before:
                 break
         if self._is_settled and self._in_flight == 0 and self.depth == 0:
@@ -243,15 +252,40 @@ class CoreLoop(Generic[Input, Effect]):
             self._hurry.set()
         return TURNS if self._in_flight > in_flight_before else 1
 
+    def _answer_fresh(self) -> None:
+        """Take the first turns of lanes that begin to wait while `run` leaves its turn to others.
+
+        The rest, completions included, waits for `run`; so do all once an effect is to begin.
+        """
+        until_ms = self._now_ms() + BURST_MS
+        while self._tasks is not None and self._offers.is_fresh and not self._to_begin:
+            now_ms = self._now_ms()
+            if now_ms >= until_ms:
+                break
+            self._take_offer(now_ms, self._tasks)
+
+    def _take_offer(self, now_ms: int, tasks: asyncio.TaskGroup) -> None:
+        """Take the step of the next offer, and charge its lane for it."""
+        event, before_ns = self._offers.popleft(), self._spent_ns()
+        self._room.set()
+        self._step(event, now_ms, tasks)
+        self._offers.charge((self._spent_ns() - before_ns) / LANE_TURN_NS)
+
+    def _step(self, event: Input, now_ms: int, tasks: asyncio.TaskGroup) -> None:
+        for effect in self.core.step(event, now_ms):
+            self._start(effect, tasks)
+
     def _start(self, effect: Effect, tasks: asyncio.TaskGroup) -> None:
         outcome = self._carry_out(effect)
         if inspect.isawaitable(outcome):
             self._in_flight += 1
+            self._to_begin += 1
             tasks.create_task(self._finish(outcome), name=type(effect).__name__)
         elif outcome is not None:
             self.complete(outcome)
 
     async def _finish(self, outcome: Awaitable[Input | None]) -> None:
+        self._to_begin -= 1
         try:
             event = await outcome
         finally:

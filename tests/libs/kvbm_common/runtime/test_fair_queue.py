@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.runtime.fair_queue import FRESH_MAX, FairQueue
+from kvbm_common.runtime.fair_queue import DEBT_MAX, FRESH_MAX, FairQueue
 
 
 def filled(*items: str) -> FairQueue[str]:
@@ -92,3 +92,57 @@ def test_every_item_waits_for_one_of_each_other_lane(steps: list[str | None]) ->
             heads.setdefault(step, []).append(item)
         queue.check()
         assert len(queue) == sum(map(len, heads.values()))
+
+
+def drain_costly(queue: FairQueue[str], costs: dict[str, float]) -> list[str]:
+    """Drain a queue, where an item takes the turns that its lane says."""
+    taken: list[str] = []
+    while queue:
+        taken.append(queue.popleft())
+        queue.charge(costs[taken[-1][0]])
+        queue.check()
+    return taken
+
+
+def test_small_items_of_a_lane_share_a_turn() -> None:
+    queue = filled("a1", "a2", "b1", "b2", "b3", "b4")
+    assert drain_costly(queue, {"a": 1, "b": 0.4}) == ["a1", "b1", "b2", "b3", "a2", "b4"]
+
+
+def test_an_item_of_several_turns_costs_its_lane_as_many() -> None:
+    queue = filled("a1", "a2", "b1", "b2", "b3", "b4")
+    assert drain_costly(queue, {"a": 3, "b": 1}) == ["a1", "b1", "b2", "b3", "a2", "b4"]
+
+
+def test_debt_has_an_end() -> None:
+    """A step that was slow by accident is not held against its lane for long."""
+    queue = filled("a1", "a2", *(f"b{number}" for number in range(20)))
+    taken = drain_costly(queue, {"a": 1_000, "b": 1})
+    assert taken.index("a2") == DEBT_MAX + 2
+
+
+def test_a_lane_in_debt_that_comes_back_is_not_fresh() -> None:
+    """Else one offer at a time would always be first."""
+    queue = filled("a1", "b1", "b2", "b3", "b4")
+    assert queue.popleft() == "a1"
+    queue.charge(3)
+    assert [queue.popleft(), queue.popleft()] == ["b1", "b2"]
+    queue.append("a2", "a")
+    queue.append("c1", "c")
+    assert drain_costly(queue, dict.fromkeys("abc", 1)) == ["c1", "b3", "a2", "b4"]
+
+
+@given(st.lists(st.floats(0.01, 4), min_size=1, max_size=60), st.integers(2, 4))
+def test_lanes_that_always_wait_have_equal_shares(costs: list[float], lane_count: int) -> None:
+    """Whatever their items cost: the difference is bounded, however long it goes on."""
+    lanes = "abcd"[:lane_count]
+    queue, spent, each = FairQueue[str](), dict.fromkeys(lanes, 0.0), len(costs)
+    for lane in lanes:
+        for _ in range(each + 1):
+            queue.append(lane, lane)
+    for cost in costs:
+        lane = queue.popleft()
+        queue.charge(cost)
+        spent[lane] += cost
+        queue.check()
+        assert max(spent.values()) - min(spent.values()) <= 4 + 2

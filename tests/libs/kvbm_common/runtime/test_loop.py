@@ -9,7 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 from kvbm_common.errors import DeadlineExceeded
-from kvbm_common.runtime.loop import BURST_MAX, BURST_MS, QUIET_TICK_MS, CoreLoop
+from kvbm_common.runtime.fair_queue import FRESH_MAX
+from kvbm_common.runtime.loop import (
+    BURST_MAX,
+    BURST_MS,
+    LANE_TURN_NS,
+    QUIET_TICK_MS,
+    CoreLoop,
+)
 from kvbm_common.wire.bounds import Usage
 
 from tests.waiting import wait_until
@@ -42,8 +49,34 @@ def make(
     carry_out: Callable[[str], str | Awaitable[str | None] | None] = lambda effect: None,
     inbox_size: int = 4,
 ) -> tuple[Recorder, CoreLoop[str, str]]:
-    core = Recorder()
-    return core, CoreLoop(core, carry_out, inbox_size=inbox_size, now_ms=lambda: 42)
+    core, turns = Recorder(), itertools.count(0, LANE_TURN_NS)
+    loop = CoreLoop(
+        core, carry_out, inbox_size=inbox_size, now_ms=lambda: 42, spent_ns=lambda: next(turns)
+    )
+    return core, loop
+
+
+class Costly(Recorder):
+    """A core whose inputs name the turns that they take: `loud 3` takes three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spent_ns = 0
+
+    def step(self, event: str, now_ms: int, /) -> Sequence[str]:
+        self.spent_ns += round(float(event.split()[1].rstrip("!")) * LANE_TURN_NS)
+        return super().step(event, now_ms)
+
+
+def make_costly(
+    carry_out: Callable[[str], str | Awaitable[str | None] | None] = lambda effect: None,
+) -> tuple[Costly, CoreLoop[str, str]]:
+    core = Costly()
+    loop = CoreLoop(
+        core, carry_out, inbox_size=100, now_ms=lambda: core.spent_ns // LANE_TURN_NS,
+        spent_ns=lambda: core.spent_ns,
+    )  # fmt: skip
+    return core, loop
 
 
 async def test_plain_effect_answers_at_once() -> None:
@@ -373,6 +406,76 @@ async def test_a_flooded_lane_does_not_delay_another() -> None:
     assert core.seen.index("lookup") == 1
     flood = [one for one in core.seen if one != "lookup"]
     assert flood == [f"flood {number}" for number in range(9)]
+
+
+async def test_a_lane_is_charged_for_the_time_of_its_steps() -> None:
+    """Goal: small inputs of a quiet lane go together, and a large one costs its lane its turns.
+
+    1. A release and a lookup are one turn. 2. An offer of three turns is followed by as much of
+    the other lanes.
+    """
+    core, loop = make_costly()
+    for number in range(3):
+        loop.offer_nowait(f"offer 3 of {number}", lane="loud")
+    for event in ("release 0.2", "lookup 0.5"):
+        loop.offer_nowait(event, lane="quiet")
+    for number in range(6):
+        loop.offer_nowait(f"lease 1 of {number}", lane="peer")
+    async with running(loop):
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert [event.split()[0] for event in core.seen] == [
+        "offer", "release", "lookup", "lease", "lease", "lease",
+        "offer", "lease", "lease", "lease", "offer",
+    ]  # fmt: skip
+
+
+async def test_a_lane_that_comes_is_answered_between_two_bursts() -> None:
+    """Goal: a lookup that is read while an effect has its turns does not wait for the next burst.
+
+    1. Offers of a busy lane start pulls. 2. While the first has its turns, a lookup comes, and one
+    more of the busy lane: the lookup is answered in that turn of the event loop, the other waits.
+    """
+    landed = asyncio.Event()
+
+    async def pull(effect: str) -> None:
+        heard.append(loop.hand_in("lookup 0.1", lane="quiet"))
+        heard.append(loop.hand_in("confirm 0.1", lane="loud"))
+        loop.turn_nowait()
+        heard.append(list(core.seen))
+        await landed.wait()
+
+    heard = list[object]()
+    core, loop = make_costly(pull)
+    for event in ("offer 1 of 0!", "confirm 1", "confirm 2"):
+        loop.offer_nowait(event, lane="loud")
+    async with running(loop):
+        await wait_until(lambda: len(core.seen) == 5, deadline_s=DEADLINE_S)
+        landed.set()
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert heard == [True, True, ["offer 1 of 0!", "lookup 0.1"]]
+    assert core.seen[2:] == ["confirm 1", "confirm 2", "confirm 0.1"]
+
+
+async def test_lanes_that_come_without_end_delay_neither_completions_nor_others() -> None:
+    """Goal: every kind of work has its turn beside a flood of questions of ever new engines.
+
+    1. A lease and a completion wait. 2. With each turn of the event loop questions come, all of
+    new lanes. 3. Both are served after few of them.
+    """
+    core, loop = make_costly()
+    names = itertools.count()
+    async with running(loop):
+        await asyncio.sleep(0)
+        loop.offer_nowait("lease 1 of 0", lane="peer")
+        loop.offer_nowait("lease 1 of 1", lane="peer")
+        loop.complete("pulled 1")
+        while len(core.seen) < 20 * FRESH_MAX:
+            for _ in range(2 * FRESH_MAX):
+                loop.hand_in("lookup 1", lane=next(names))
+            loop.turn_nowait()
+            await asyncio.sleep(0)
+    for event, bound in (("pulled 1", 2), ("lease 1 of 0", 3), ("lease 1 of 1", 4)):
+        assert core.seen.index(event) <= bound * FRESH_MAX, core.seen.index(event)
 
 
 async def test_a_lane_takes_half_of_the_queue_at_most() -> None:
