@@ -374,7 +374,7 @@ PRIVATE_ALLOWED = {
         "_next_number",
     ): "makes chance a known one",
     ("tests/libs/kvbm_common/runtime/test_processes.py", "_KERNELS_PORTS"): "another kernel's file",
-    ("tests/libs/kvbm_common/tier/test_blocks.py", "_nodes"): (
+    ("tests/libs/kvbm_common/tier/test_block_columns.py", "_nodes"): (
         "two ways to build a policy must leave the same nodes"
     ),
     ("tests/libs/kvbm_common/tier/test_follow.py", "_move"): (

@@ -29,6 +29,11 @@ SUBJECTS = {
         "kvbm_common/tier/blocks.py",
         tuple(f"{TIER}/test_{part}.py" for part in ("blocks", "slots")),
     ),
+    "block_columns": Subject(
+        "libs/kvbm_common",
+        "kvbm_common/tier/block_columns.py",
+        tuple(f"{TIER}/test_{part}.py" for part in ("block_columns", "slots")),
+    ),
     "leases": Subject(
         "libs/kvbm_common", "kvbm_common/tier/leases.py", (f"{TIER}/test_leases.py",)
     ),

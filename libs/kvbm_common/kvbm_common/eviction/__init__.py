@@ -15,7 +15,7 @@ from kvbm_common.eviction.lfu import Lfu
 from kvbm_common.eviction.lru import Lru
 from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 
 __all__ = [
     "POLICIES",

@@ -23,8 +23,8 @@ from kvbm_common.eviction.contest import Contest
 from kvbm_common.eviction.lru import TOGETHER_LEAST, FreeOrder
 from kvbm_common.eviction.recent_names import RecentNames
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.block_order import BlockOrder
-from kvbm_common.tier.blocks import BlockColumns
 
 BATCH_MAX = 64
 """Sampled uses that wait for the contest: no step of the tier runs more of them."""

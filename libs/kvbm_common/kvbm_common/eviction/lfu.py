@@ -16,8 +16,8 @@ import msgspec
 from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.eviction.one_by_one import OneByOne
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.block_lookup import BlockLookup
-from kvbm_common.tier.blocks import BlockColumns
 
 
 class _Use(msgspec.Struct, gc=False, eq=False):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.block_order import BlockOrder
-from kvbm_common.tier.blocks import BlockColumns
 
 TOGETHER_LEAST = 8
 """Blocks that are freed as a batch of their own: a batch takes as much memory as a block."""

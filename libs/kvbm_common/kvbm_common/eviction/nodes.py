@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.block_lookup import BlockLookup
-from kvbm_common.tier.blocks import BlockColumns
 
 TURN_ENDS = (1, 2, 3, 5, 9)
 """Turns up to each are of one kind, and all beyond the last."""

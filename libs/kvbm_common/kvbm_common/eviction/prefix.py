@@ -39,7 +39,7 @@ from kvbm_common.eviction.one_by_one import OneByOne
 from kvbm_common.eviction.reuse_curves import ReuseCurves, bucket_of
 from kvbm_common.eviction.sketch import SPREAD, WORD, Sketch, mix, mixed
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 
 LOOKED_AT = 32
 """Leaves that are looked at before one of them is chosen."""

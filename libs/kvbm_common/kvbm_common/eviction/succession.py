@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 
 if TYPE_CHECKING:
     from kvbm_common.eviction import EvictionPolicy

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.eviction.succession import Succession
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slabs import SizeClass, Slab, SlabState
 from kvbm_common.tier.tenants import TENANTS_MAX, Tenant, Tenants

@@ -11,8 +11,9 @@ from operator import is_
 from typing import cast
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.block_columns import FOLDED, BlockColumns, FoldedBlocks
 from kvbm_common.tier.block_lookup import BlockLookup
-from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
+from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.slab_checks import check_pool

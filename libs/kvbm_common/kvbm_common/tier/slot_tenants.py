@@ -18,7 +18,8 @@ from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.eviction.succession import Succession
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tenant_tag import tenant_tag
-from kvbm_common.tier.blocks import Block, BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
+from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slab_pool import MakePolicy
 from kvbm_common.tier.slabs import SizeClass

@@ -20,7 +20,8 @@ import numpy as np
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.eviction.succession import Succession
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
+from kvbm_common.tier.block_columns import FOLDED, BlockColumns, FoldedBlocks
+from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.reclaim import Reclaim, Victims
 from kvbm_common.tier.slab_pool import MakePolicy

@@ -38,7 +38,8 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 from kvbm_common.checksum import block_checksum, record_checksums
-from kvbm_common.tier.blocks import COLUMNS, Block, BlockColumns
+from kvbm_common.tier.block_columns import COLUMNS, BlockColumns
+from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.parts import are_divisible
 from numpy.typing import NDArray

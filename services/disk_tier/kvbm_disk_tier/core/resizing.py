@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from numpy.typing import NDArray
 

@@ -17,7 +17,7 @@ from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferre
 from kvbm_common.nixl.spans import Registration, Spans
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics, TransferFigures
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES, Layout, rounded_up
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.verbs import FILL_GRACE_MS

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 from kvbm_common.runtime.mounts import missing_mount, note_mount
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES
 
 from kvbm_disk_tier.core.journal import Operation, Record, Replay, records_of, replay

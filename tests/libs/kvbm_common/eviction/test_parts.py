@@ -21,7 +21,7 @@ from kvbm_common.eviction.reuse_curves import (
 )
 from kvbm_common.eviction.sketch import PLACES_MIN, PLACES_PER_USE, Sketch, mix
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 
 from tests.libs.helpers import block, largest_table, name, names
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kvbm_common.tier.blocks import Block, BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
+from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_disk_tier.core.journal import Operation, Record, encode_records, replay
 from kvbm_disk_tier.core.resizing import Move, resized

@@ -29,7 +29,7 @@ from kvbm_common.registry.services import ServiceRegistration
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.service.process import serve as serve_service
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX, Announcer
-from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.tier.parts import Grid
 from kvbm_common.tier.slots import Block
