@@ -46,7 +46,7 @@ class Lfu(OneByOne):
         assert not self._queues, f"{self._free_count} blocks are here already"
         if not len(former):
             return
-        self._former = set(former.slot_of)
+        self._former = set(former.names)
         self._queue(1).fill(former)
         self._free_count = len(former)
 

@@ -139,7 +139,7 @@ class Former:
 
     def __init__(self, blocks: BlockColumns, sampled: NDArray[np.bool_]) -> None:
         assert len(sampled) == len(blocks), f"{len(sampled)} of {len(blocks)} blocks are judged"
-        self.slot_of = blocks.slot_of.copy()
+        self.slot_of = dict(zip(blocks.names, blocks.slots.tolist(), strict=True))
         self._row_of_slot = blocks.row_of_slot
         self._parents = blocks.parents
         self._sampled = sampled

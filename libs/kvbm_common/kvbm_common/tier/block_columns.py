@@ -6,8 +6,9 @@ committed blocks of a former life stay folded into them until each is made a `Bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -21,36 +22,63 @@ COLUMNS = {
     "checksum": "<u8", "parts": "<u2",
 }  # fmt: skip
 """The fields that records need, whatever else they have, and their types."""
+KEPT = ("parent", "checksum", "bytes", "parts")
+"""The fields that columns keep as they are."""
+ALL = slice(None)
+"""Every row."""
+
+Piece = tuple["NDArray[np.intp] | slice", "NDArray[np.void]"]
+"""Rows, and their records, which have the fields of COLUMNS."""
 
 
 class BlockColumns(Mapping[int, Block]):
-    """Committed blocks by slot, oldest first, in columns of a numpy array of records."""
+    """Committed blocks by slot, oldest first, in columns: 50 bytes a block, and its name."""
 
-    def __init__(
-        self,
-        records: NDArray[np.void],
-        rows: NDArray[np.intp],
-        slots: NDArray[np.intp] | None = None,
-    ) -> None:
-        """Take the blocks `records[rows]`, in that order; `records` has the fields of COLUMNS.
-
-        They are in `slots`; without these where the records say.
-        """
-        assert COLUMNS.keys() <= set(records.dtype.names or ()), records.dtype
-        assert slots is None or len(slots) == len(rows), f"{len(rows)} blocks are not in as many"
-        self._records, self._rows = records, rows
-        said: NDArray[np.intp] = records["slot"][rows].astype(np.intp)
-        self.slots = said if slots is None else slots
-        self.parents: NDArray[np.void] = records["parent"][rows]
-        self.hashes: NDArray[np.void] = records["hash"][rows]
-        self.names: list[SequenceHash] = self.hashes.tolist()
-        self.continues = np.zeros(len(rows), bool)
+    def __init__(self, slots: NDArray[np.intp], pieces: Iterable[Piece]) -> None:
+        """Take a block into each of these slots; together the pieces have each row once."""
+        count = len(slots)
+        self.slots = slots
+        self._kept: dict[str, NDArray[Any]] = {
+            field: np.zeros(count, COLUMNS[field]) for field in KEPT
+        }
+        self._space = np.zeros(count, np.uint32)
+        """Row → the number of its namespace."""
+        self._spaces: dict[bytes, int] = {}
+        hashes, missing = np.zeros(count, COLUMNS["hash"]), count
+        for rows, records in pieces:
+            hashes[rows] = records["hash"]
+            for field, column in self._kept.items():
+                column[rows] = records[field]
+            self._space[rows] = self._numbers_of(records["namespace"])
+            missing -= len(records)
+        assert missing == 0, f"{missing} of {count} rows have no record"
+        self.names: list[SequenceHash] = hashes.tolist()
+        self.continues = _follows(hashes, self.parents)
         """Row → True if it is the child of the row before."""
-        if len(rows):
-            same = _words(self.parents)[1:] == _words(self.hashes)[:-1]
-            self.continues[1:] = same.all(axis=1)
-        self._known: dict[Any, Any] = {}
-        """One object for all namespaces, or numbers of parts, that are equal."""
+        self._known: dict[int, int] = {}
+        """One object for all lengths, or numbers of parts, that are equal."""
+
+    def _numbers_of(self, spaces: NDArray[np.void]) -> NDArray[np.intp] | int:
+        """Return the numbers of some namespaces, or the one that all of them have."""
+        if not len(spaces):
+            return 0
+        known = self._spaces
+        words = np.ascontiguousarray(spaces).view(np.uint64).reshape(-1, 4)
+        if (words == words[0]).all():  # As a rule; a million rows are compared in some 10 ms.
+            return known.setdefault(words[0].tobytes(), len(known))
+        kinds, kind_of = np.unique(words, axis=0, return_inverse=True)
+        numbers = [known.setdefault(kind.tobytes(), len(known)) for kind in kinds]
+        return np.array(numbers)[kind_of.ravel()]
+
+    @property
+    def parents(self) -> NDArray[np.void]:
+        """The parent of each block."""
+        return self._kept["parent"]
+
+    @property
+    def hashes(self) -> NDArray[np.void]:
+        """The names as a column, made for each call."""
+        return np.frombuffer(b"".join(self.names), COLUMNS["hash"])
 
     @cached_property
     def slot_of(self) -> dict[SequenceHash, int]:
@@ -68,8 +96,7 @@ class BlockColumns(Mapping[int, Block]):
     @property
     def block_bytes(self) -> NDArray[np.intp]:
         """Bytes of each block."""
-        size: NDArray[np.intp] = self._records["bytes"][self._rows].astype(np.intp)
-        return size
+        return self._kept["bytes"].astype(np.intp)
 
     @classmethod
     def of(cls, blocks: Mapping[int, Block]) -> BlockColumns:
@@ -82,7 +109,7 @@ class BlockColumns(Mapping[int, Block]):
                 slot, block.bytes, block.hash, block.parent, block.namespace, block.checksum,
                 block.code,
             )  # fmt: skip
-        return cls(records, np.arange(len(blocks)))
+        return cls(records["slot"].astype(np.intp), [(ALL, records)])
 
     def without_older(self) -> BlockColumns:
         """Return every block in one slot only: of two, the newer one has it."""
@@ -95,19 +122,18 @@ class BlockColumns(Mapping[int, Block]):
 
     def by_namespace(self) -> dict[bytes, NDArray[np.bool_]]:
         """Return which rows are of each namespace."""
-        spaces: NDArray[np.void] = self._records["namespace"][self._rows]
-        if not len(spaces):
-            return {}
-        first = spaces[0].item()
-        words = np.ascontiguousarray(spaces).view(np.uint64).reshape(-1, 4)
-        if (words == words[0]).all():  # As a rule; a million rows are compared in some 10 ms.
-            return {first: np.ones(len(spaces), bool)}
-        kinds, rows = np.unique(words, axis=0, return_inverse=True)
-        return {kind.tobytes(): rows.ravel() == at for at, kind in enumerate(kinds)}
+        found = {space: self._space == number for space, number in self._spaces.items()}
+        return {space: rows for space, rows in found.items() if rows.any()}
 
     def only(self, chosen: NDArray[np.bool_]) -> BlockColumns:
         """Return some of the blocks."""
-        return BlockColumns(self._records, self._rows[chosen], self.slots[chosen])
+        assert len(chosen) == len(self), f"of {len(self)} blocks {len(chosen)} are judged"
+        found = self.moved(self.slots)
+        found.slots, found._space = self.slots[chosen], self._space[chosen]
+        found._kept = {field: column[chosen] for field, column in self._kept.items()}
+        found.names = [*compress(self.names, chosen.tolist())]
+        found.continues = _follows(found.hashes, found.parents)
+        return found
 
     def moved(self, slots: NDArray[np.intp]) -> BlockColumns:
         """Return the same blocks in other slots."""
@@ -121,7 +147,7 @@ class BlockColumns(Mapping[int, Block]):
         return f"BlockColumns({len(self)} blocks, {self.total_bytes} bytes)"
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.slots)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.slots.tolist())
@@ -140,38 +166,39 @@ class BlockColumns(Mapping[int, Block]):
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks."""
-        return int(self._records["bytes"][self._rows].sum(dtype=np.int64))
+        return int(self._kept["bytes"].sum(dtype=np.int64))
 
     def blocks(self, start: int, stop: int) -> list[Block]:
         """Return the blocks of the rows from `start` to `stop`."""
         assert 0 <= start <= stop, f"rows {start} to {stop}"
-        part = self._records[self._rows[start:stop]]
         names = self.names[start:stop]
+        kept = {field: column[start:stop] for field, column in self._kept.items()}
+        spaces = [*self._spaces]
         return list(
             map(
                 Block,
                 names,
-                self._parents(start, names, part),
-                self._interned(part["namespace"].tolist()),
-                part["checksum"].tolist(),
-                part["bytes"].tolist(),
-                self._interned(part["parts"].tolist()),
+                self._parents(start, names, kept["parent"]),
+                [spaces[number] for number in self._space[start:stop].tolist()],
+                kept["checksum"].tolist(),
+                self._interned(kept["bytes"].tolist()),
+                self._interned(kept["parts"].tolist()),
             )
         )
 
     def _parents(
-        self, start: int, names: list[SequenceHash], part: NDArray[np.void]
+        self, start: int, names: list[SequenceHash], column: NDArray[np.void]
     ) -> list[SequenceHash]:
         """Return the parents. Most equal the name before: no new object is made of those."""
-        assert len(names) == len(part), f"{len(names)} names of {len(part)} records"
+        assert len(names) == len(column), f"{len(names)} names, {len(column)} parents"
         parents = names[-1:] + names[:-1]
         continues = self.continues[start : start + len(names)].copy()
         continues[:1] = False
         for index in np.flatnonzero(~continues).tolist():
-            parents[index] = part["parent"][index].item()
+            parents[index] = column[index].item()
         return parents
 
-    def _interned(self, values: list[Any]) -> list[Any]:
+    def _interned(self, values: list[int]) -> list[int]:
         """Return one object for all that are equal; few differ."""
         known = self._known.setdefault
         return [known(value, value) for value in values]
@@ -198,6 +225,15 @@ class BlockColumns(Mapping[int, Block]):
         starts = np.flatnonzero(~self.continues)
         assert not len(self) or starts[0] == 0, f"the first run begins at row {starts[:1]}"
         return starts, np.diff(starts, append=len(self))
+
+
+def _follows(hashes: NDArray[np.void], parents: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Tell which blocks are children of those before them."""
+    assert len(hashes) == len(parents), f"{len(hashes)} blocks, {len(parents)} parents"
+    found = np.zeros(len(hashes), bool)
+    if len(hashes):
+        found[1:] = (_words(parents)[1:] == _words(hashes)[:-1]).all(axis=1)
+    return found
 
 
 def _words(names: NDArray[np.void]) -> NDArray[np.uint64]:

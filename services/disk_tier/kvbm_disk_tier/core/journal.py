@@ -31,14 +31,15 @@ block whose bytes are gone, and the checksum of the block catches that on its fi
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 import msgspec
 import numpy as np
 from kvbm_common.checksum import block_checksum, record_checksums
-from kvbm_common.tier.block_columns import COLUMNS, BlockColumns
+from kvbm_common.tier.block_columns import COLUMNS, BlockColumns, Piece
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.parts import are_divisible
@@ -59,6 +60,15 @@ _RECORD = np.dtype(
     }
 )  # fmt: skip
 """The layout of a record for numpy, which packs many at once."""
+_HEAD = np.dtype(
+    [("row", "<i8"), ("place", "<i8"), ("units", "<u4"), ("order", "<u8"), ("operation", "u1")]
+)
+"""The fields of a record that a replay keeps while it reads the others: a quarter of its bytes."""
+PIECE_RECORDS = 1 << 12
+"""512 KiB: records that are in memory at once."""
+
+Read = Callable[[int, int], bytes]
+"""Returns the bytes of a journal from one offset to another."""
 
 
 class Operation(IntEnum):
@@ -126,29 +136,70 @@ def encode_records(records: Iterable[Record]) -> bytes:
 
 
 def replay(data: bytes, layout: Layout) -> Replay:
-    """Return the state that a journal describes; a partial last record counts as damaged.
+    """Return the state that a journal in memory describes; see `replay_pieces`."""
+    return replay_pieces(lambda start, stop: data[start:stop], len(data), layout)
 
-    Records of places, sizes or parts that a store of this layout cannot have are damaged, too. If a
-    block is in two places, the newer one has it. The blocks are in the order in which they were
-    committed.
+
+def replay_pieces(
+    read: Read, length: int, layout: Layout, piece_records: int = PIECE_RECORDS
+) -> Replay:
+    """Return the state that a journal of `length` bytes describes; it is read twice, in pieces.
+
+    Records of places, sizes or parts that a store of this layout cannot have are damaged; so is a
+    partial last one. If a block is in two places, the newer one has it. The blocks are in the
+    order in which they were committed.
     """
-    count = len(data) // RECORD_BYTES
-    records = np.frombuffer(data, _RECORD, count)
-    places = _places(records, layout)
-    sizes = records["bytes"].astype(np.int64)
-    units = -(-sizes // UNIT_BYTES) + layout.extra_bytes // UNIT_BYTES
-    fits = _in_a_slot(places, units, layout) & (sizes > 0)
-    fits &= (records["magic"] == _MAGIC) | (units * UNIT_BYTES == layout.slot_bytes)
-    fits &= are_divisible(sizes, records["parts"])
-    kept = np.flatnonzero(_sound(data, records) & fits)
-    damaged = count - len(kept) + (1 if len(data) % RECORD_BYTES else 0)
-    next_order = int(records["order"][kept].max()) + 1 if len(kept) else 1
-    by_order = _by_order(records, kept)
-    newest = _by_order(records, _newest(by_order, places, units, layout.slab_units))
-    chosen = newest[records["operation"][newest] == Operation.COMMITTED]
-    live = BlockColumns(records, chosen, places[chosen]).without_older()
-    assert len(live) <= len(kept), f"{len(live)} blocks of {len(kept)} records"
-    return Replay(live, next_order, count, damaged)
+    count = length // RECORD_BYTES
+    pieces = partial(_pieces, read, count, piece_records)
+    heads = _heads(pieces(), layout)
+    sound = len(heads)
+    damaged = count - sound + (1 if length % RECORD_BYTES else 0)
+    next_order = int(heads["order"].max()) + 1 if len(heads) else 1
+    heads = heads[np.argsort(heads["order"], kind="stable")]
+    heads = heads[_newest(heads, layout.slab_units)]
+    heads = heads[heads["operation"] == Operation.COMMITTED]
+    live = BlockColumns(heads["place"].copy(), _records_at(pieces(), heads["row"]))
+    assert len(live) <= sound, f"{len(live)} blocks of {sound} records"
+    return Replay(live.without_older(), next_order, count, damaged)
+
+
+def _pieces(read: Read, count: int, piece_records: int) -> Iterator[tuple[int, bytes]]:
+    """Yield some records after others, each time with the number of the first one."""
+    assert piece_records > 0, f"pieces of {piece_records} records"
+    for first in range(0, count, piece_records):
+        stop = min(first + piece_records, count)
+        data = read(first * RECORD_BYTES, stop * RECORD_BYTES)
+        assert len(data) == (stop - first) * RECORD_BYTES, f"{len(data)} bytes from {first} on"
+        yield first, data
+
+
+def _heads(pieces: Iterable[tuple[int, bytes]], layout: Layout) -> NDArray[np.void]:
+    """Return the heads of the records that are valid in a store of this layout."""
+    found = [np.zeros(0, _HEAD)]
+    for first, data in pieces:
+        records = np.frombuffer(data, _RECORD)
+        places = _places(records, layout)
+        sizes = records["bytes"].astype(np.int64)
+        units = -(-sizes // UNIT_BYTES) + layout.extra_bytes // UNIT_BYTES
+        fits = _in_a_slot(places, units, layout) & (sizes > 0)
+        fits &= (records["magic"] == _MAGIC) | (units * UNIT_BYTES == layout.slot_bytes)
+        fits &= are_divisible(sizes, records["parts"])
+        kept = np.flatnonzero(_sound(data, records) & fits)
+        heads = np.zeros(len(kept), _HEAD)
+        heads["row"], heads["place"], heads["units"] = first + kept, places[kept], units[kept]
+        heads["order"], heads["operation"] = records["order"][kept], records["operation"][kept]
+        found.append(heads)
+    return np.concatenate(found)
+
+
+def _records_at(pieces: Iterable[tuple[int, bytes]], rows: NDArray[np.int64]) -> Iterator[Piece]:
+    """Yield the records at these rows of the journal, some after others."""
+    by_row = np.argsort(rows, kind="stable")
+    ascending = rows[by_row]
+    for first, data in pieces:
+        begin, end = np.searchsorted(ascending, (first, first + len(data) // RECORD_BYTES))
+        records = np.frombuffer(data, _RECORD)
+        yield by_row[begin:end], records[ascending[begin:end] - first]
 
 
 def _places(records: NDArray[np.void], layout: Layout) -> NDArray[np.int64]:
@@ -181,25 +232,22 @@ def _sound(data: bytes, records: NDArray[np.void]) -> NDArray[np.bool_]:
     return sound
 
 
-def _newest(
-    kept: NDArray[np.intp], places: NDArray[np.int64], units: NDArray[np.int64], slab_units: int
-) -> NDArray[np.intp]:
-    """Return the index of the newest of these records, oldest first, for each slot.
+def _newest(heads: NDArray[np.void], slab_units: int) -> NDArray[np.intp]:
+    """Return which of these records, oldest first, is the newest of each slot, in their order.
 
     Only those of the class that their slab has now: the last one in a slab is of that.
     """
-    slabs = places[kept] // slab_units
+    places, units = heads["place"], heads["units"].astype(np.int64)
+    slabs = places // slab_units
     units_of = np.zeros(int(slabs.max(initial=-1)) + 1, np.int64)
-    units_of[slabs] = units[kept]  # Of several for one slab the last stays.
-    kept = kept[units_of[slabs] == units[kept]]
-    slabs = places[kept] // slab_units
+    units_of[slabs] = units  # Of several for one slab the last stays.
+    kept = np.flatnonzero(units_of[slabs] == units)
+    places, units, slabs = places[kept], units[kept], slabs[kept]
     counts = np.where(units_of > 0, slab_units // np.maximum(units_of, 1), 0)
     firsts = np.cumsum(counts) - counts  # Slots of all slabs with records, numbered in a row.
-    slots = firsts[slabs] + (places[kept] - slabs * slab_units) // units[kept]
+    slots = places - slabs * slab_units
+    slots //= units
+    slots += firsts[slabs]
     newest = np.full(int(counts.sum()), -1)
     newest[slots] = kept
-    return newest[newest >= 0]
-
-
-def _by_order(records: NDArray[np.void], indices: NDArray[np.intp]) -> NDArray[np.intp]:
-    return indices[np.argsort(records["order"][indices], kind="stable")]
+    return np.sort(newest[newest >= 0])

@@ -18,12 +18,23 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay, encode_records
+from kvbm_common.tier.layout import Layout
+
+from kvbm_disk_tier.core.journal import (
+    RECORD_BYTES,
+    Operation,
+    Record,
+    Replay,
+    encode_records,
+    replay_pieces,
+)
 from kvbm_disk_tier.shell.allocation import fallocate, fill, write_at
-from kvbm_disk_tier.shell.own_files import open_own, read_own
+from kvbm_disk_tier.shell.own_files import open_own
 
 JOURNAL = "journal"
 SPARE = "spare"
+LOOK_BYTES = 1 << 20
+"""Bytes of a journal that are looked at together for zeros."""
 ORDER_RENEWED_FROM = 2**63
 """A life that begins below has as many records before the order, of 64 bits, has none left."""
 FORMER_SPARE = "journal.new"
@@ -56,11 +67,14 @@ class JournalFile:
         """Tell whether records can be appended."""
         return self._fd >= 0
 
-    def read(self) -> bytes:
-        """Return the records, without the zeros after them; raises OSError."""
-        data = read_own(self.directory / JOURNAL)
-        length = len(data.rstrip(b"\0"))
-        return data[: min(len(data), -(-length // RECORD_BYTES) * RECORD_BYTES)]
+    def replay(self, layout: Layout) -> tuple[Replay, int]:
+        """Return what the records say, and how many bytes they have; raises OSError."""
+        fd = open_own(self.directory / JOURNAL, os.O_RDONLY)
+        try:
+            length = _length(fd)
+            return replay_pieces(lambda *span: _read(fd, *span), length, layout), length
+        finally:
+            os.close(fd)
 
     def open(self, length: int, reserved_bytes: int) -> None:
         """Go on after the records of `length` bytes, with space for so many; raises OSError."""
@@ -247,6 +261,31 @@ class JournalFile:
     def _require_open(self) -> None:
         if not self.is_open:
             raise OSError(errno.EBADF, "the store is not open")
+
+
+def _length(fd: int) -> int:
+    """Return the bytes of the records in a file, without the zeros after them; raises OSError."""
+    end = os.fstat(fd).st_size
+    size = end
+    while end:
+        start = max(0, end - LOOK_BYTES)
+        length = len(_read(fd, start, end).rstrip(b"\0"))
+        if length:
+            return min(size, -(-(start + length) // RECORD_BYTES) * RECORD_BYTES)
+        end = start
+    return 0
+
+
+def _read(fd: int, start: int, stop: int) -> bytes:
+    """Return the bytes of a file from one offset to another; raises OSError."""
+    found = bytearray(stop - start)
+    rest = memoryview(found)
+    while rest:
+        count = os.preadv(fd, [rest], stop - len(rest))
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {stop - len(rest)} now")
+        rest = rest[count:]
+    return bytes(found)
 
 
 def sync_directory(directory: Path) -> None:

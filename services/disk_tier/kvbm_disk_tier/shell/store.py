@@ -26,7 +26,7 @@ from kvbm_common.runtime.mounts import missing_mount, note_mount
 from kvbm_common.tier.block_columns import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES
 
-from kvbm_disk_tier.core.journal import Operation, Record, Replay, records_of, replay
+from kvbm_disk_tier.core.journal import Operation, Record, Replay, records_of
 from kvbm_disk_tier.core.resizing import resized
 from kvbm_disk_tier.shell.allocation import cut_off, move_slots, preallocate, probe_read
 from kvbm_disk_tier.shell.journal_file import JournalFile, close
@@ -116,7 +116,7 @@ class Store:
             if refusal:
                 log.warning("the store in %s is not used: %s", self.options.directory, refusal)
                 return None
-            data = self._journal.read()
+            found, journal_bytes = self._journal.replay(header.layout)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -125,7 +125,6 @@ class Store:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("the store in %s is not used: %s", self.options.directory, error)
             return None
-        found = replay(data, header.layout)
         if header.format != FORMAT or header.host != self.options.host:
             header = self._renew(header)
         wanted = self.options.slots_of(header.slot_bytes)
@@ -133,7 +132,7 @@ class Store:
             header = self._grow(header, wanted)
         with contextlib.suppress(OSError):  # What a shrinking that did not end has left.
             cut_off(self._path("slots"), header.layout.total_bytes)
-        self._open_files(header, journal_bytes=len(data))
+        self._open_files(header, journal_bytes=journal_bytes)
         if wanted < header.slot_count:
             found = self._shrink(header, wanted, found)
         return self._journal.renumbered(found)

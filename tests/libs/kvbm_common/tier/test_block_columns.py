@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.eviction.sketch import mix, mixed
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.block_columns import BlockColumns, FoldedBlocks
+from kvbm_common.tier.block_columns import COLUMNS, BlockColumns, FoldedBlocks
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.parts import Grid
 from msgspec.structs import replace
@@ -68,6 +69,47 @@ def test_columns_are_the_dict_that_they_were_made_of(blocks: dict[int, Block]) -
     ]
     assert columns.total_bytes == sum(one.bytes for one in blocks.values())
     assert columns.without_older() is columns
+
+
+@given(forests(), st.integers(1, SLOTS), st.randoms(use_true_random=False))
+def test_columns_are_the_same_from_pieces_in_any_order(
+    blocks: dict[int, Block], size: int, order: Random
+) -> None:
+    """A journal is read in pieces, whose records may be of any rows."""
+    records = np.zeros(len(blocks), np.dtype(list(COLUMNS.items())))
+    for row, (slot, one) in enumerate(blocks.items()):
+        records[row] = (
+            slot, one.bytes, one.hash, one.parent, one.namespace, one.checksum, one.code
+        )  # fmt: skip
+    rows = [*range(len(blocks))]
+    order.shuffle(rows)
+    parts = [np.array(rows[at : at + size], np.intp) for at in range(0, len(rows), size)]
+    columns = BlockColumns(
+        records["slot"].astype(np.intp), [(part, records[part]) for part in parts]
+    )
+    whole = BlockColumns.of(blocks)
+    assert (columns, [*columns], columns.names) == (whole, [*whole], whole.names)
+    assert columns.hashes.tolist() == columns.names
+    assert columns.continues.tolist() == whole.continues.tolist()
+    spaces = {one.namespace for one in blocks.values()}
+    assert {space: found.tolist() for space, found in columns.by_namespace().items()} == {
+        space: [one.namespace == space for one in blocks.values()] for space in spaces
+    }
+    some = np.arange(len(blocks)) % 3 > 0
+    chosen = {slot: one for at, (slot, one) in enumerate(blocks.items()) if at % 3}
+    assert columns.only(some) == chosen
+    assert [*columns.only(some)] == [*chosen]
+    assert columns.only(some).continues.tolist() == BlockColumns.of(chosen).continues.tolist()
+
+
+def test_blocks_of_columns_share_what_is_equal() -> None:
+    """A million blocks have few lengths, namespaces and numbers of parts."""
+    blocks = {number: replace(block(number), bytes=4096) for number in (1, 2, 5)}
+    made = BlockColumns.of(blocks).blocks(0, 3)
+    assert made == [*blocks.values()]
+    assert len({id(one.bytes) for one in made}) == 1
+    assert len({id(one.namespace) for one in made}) == 1
+    assert made[1].parent is made[0].hash
 
 
 def test_columns_keep_how_a_block_is_cut() -> None:

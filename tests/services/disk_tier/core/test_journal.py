@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kvbm_disk_tier.core.journal import (
     encode_record,
     encode_records,
     replay,
+    replay_pieces,
 )
 from kvbm_disk_tier.shell.store import Store
 from kvbm_disk_tier.shell.store_options import StoreError, StoreOptions
@@ -76,8 +78,14 @@ def removed(order: int, slot: int, number: int) -> Record:
 
 
 def replayed(data: bytes) -> Replay:
-    """What a restart makes of a journal."""
-    return replay(data, layout(SLOTS))
+    """What a restart makes of a journal, whether it is read at once or in pieces."""
+    found = replay(data, layout(SLOTS))
+    for count in (1, 3):
+        pieces = replay_pieces(
+            lambda start, stop: data[start:stop], len(data), layout(SLOTS), piece_records=count
+        )
+        assert (pieces, [*pieces.blocks]) == (found, [*found.blocks])
+    return found
 
 
 def slots(found: Replay) -> dict[int, int]:
@@ -272,6 +280,25 @@ def test_what_is_appended_after_a_torn_record_is_in_step(tmp_path: Path) -> None
     assert found is not None
     assert (slots(found), found.damaged) == ({0: 1, 2: 3}, 0)
     last.close()
+
+
+def test_a_journal_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    """It may have many more records than the store has slots."""
+    store = Store(options(tmp_path))
+    store.create(4096)
+    store.close()
+    records = [committed(1, 0, 1), removed(2, 0, 1), committed(3, 1, 2)]
+    journal = encode_records(records) * 20_000 + encode_record(committed(4, 2, 3))
+    (tmp_path / "store/journal").write_bytes(journal)
+    again = Store(options(tmp_path))
+    tracemalloc.start()
+    found = again.recover()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    again.close()
+    assert found is not None
+    assert (slots(found), found.records) == ({1: 2, 2: 3}, 60_001)
+    assert most < len(journal), f"{most} bytes for a journal of {len(journal)}"
 
 
 def test_a_rewritten_journal_replaces_the_old_one_and_is_appended_to(tmp_path: Path) -> None:
