@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
+from kvbm_common.runtime.heap import give_back_large
 from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.process import run
 from kvbm_common.tier.blocks import BATCH_BLOCKS_MOST, batch_blocks
@@ -155,4 +156,5 @@ async def _lock(thread: StoreThread, stopping: asyncio.Event) -> bool:
 
 def main() -> None:
     """Run the disk tier: the entry point of `kvbm serve disk-tier`."""
+    give_back_large()  # A journal is read into columns of a million rows.
     run("disk-tier", serve)
