@@ -13,6 +13,7 @@ from operator import itemgetter
 
 import msgspec
 
+from kvbm_common.eviction.former_names import FormerNames
 from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.eviction.one_by_one import OneByOne
 from kvbm_common.identity import SequenceHash
@@ -34,7 +35,7 @@ class Lfu(OneByOne):
 
     def __init__(self) -> None:
         self._uses: BlockLookup[_Use] = BlockLookup()
-        self._former: set[SequenceHash] = set()
+        self._former: FormerNames | None = None
         """Blocks of a former life without an entry in `_uses`: used once, with the key 1."""
         self._queues: dict[int, FreeOrder] = {}
         self._keys: list[int] = []
@@ -46,13 +47,14 @@ class Lfu(OneByOne):
         assert not self._queues, f"{self._free_count} blocks are here already"
         if not len(former):
             return
-        self._former = set(former.names)
+        self._former = FormerNames(former.leaves_first()[::-1])  # As they leave.
         self._queue(1).fill(former)
         self._free_count = len(former)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         assert block not in self._uses, f"{block.hex()} is here already"
-        assert block not in self._former, f"{block.hex()} is here since a former life"
+        former = self._former
+        assert former is None or block not in former, f"{block.hex()} is here since a former life"
         use = _Use(1, 1 + self._age)
         self._uses.set((block,), use)
         self._queue(use.key).free(block)
@@ -61,7 +63,10 @@ class Lfu(OneByOne):
     def admit_all(self, blocks: Sequence[SequenceHash], parents: Sequence[SequenceHash]) -> None:
         assert len(parents) == len(blocks), f"{len(blocks)} blocks, {len(parents)} parents"
         assert self._uses.has_none_of(blocks), f"of {len(blocks)} blocks some are here"
-        assert self._former.isdisjoint(blocks), f"of {len(blocks)} some are of a former life"
+        former = self._former
+        assert former is None or not blocks or blocks[0] not in former, (
+            f"{blocks[0].hex()} is here since a former life"
+        )
         key = 1 + self._age
         self._uses.set_each(blocks, [_Use(1, key) for _ in blocks])
         if blocks:
@@ -111,7 +116,7 @@ class Lfu(OneByOne):
     def forget(self, block: SequenceHash) -> None:
         use = self._uses.pop(block)
         if use is None:
-            self._former.remove(block)
+            self._leave_former(block)
         key = 1 if use is None else use.key
         self._take_out(block, key)
         self._age = max(self._age, key)
@@ -125,10 +130,18 @@ class Lfu(OneByOne):
 
     def _unfold(self, block: SequenceHash) -> _Use:
         """Make the entry of a block of a former life; raises KeyError if it is not here."""
-        self._former.remove(block)
+        self._leave_former(block)
         use = _Use(1, 1)
         self._uses.set((block,), use)
         return use
+
+    def _leave_former(self, block: SequenceHash) -> None:
+        """Let a block be of a former life no more; raises KeyError if it was not."""
+        if self._former is None:
+            raise KeyError(block)
+        self._former.remove(block)
+        if not self._former:
+            self._former = None
 
     def victims(self, count: int) -> list[SequenceHash]:
         return list(islice(chain.from_iterable(self._queues[key] for key in self._keys), count))

@@ -55,6 +55,13 @@ def set_factors(drawn: bytes) -> None:
     _factors[:] = [number | 1 for number in np.frombuffer(drawn, "<u8").tolist()]
 
 
+def secret_factors() -> tuple[int, int, int]:
+    """Return the numbers by which tables that are made now place names."""
+    head, first, second = _factors
+    assert head & first & second & 1, "a factor is even"
+    return head, first, second
+
+
 def entries_for(
     slot_count: int, entries_min: int, entries_max: int, chosen: int | None = None
 ) -> int:
@@ -86,7 +93,7 @@ class NameHistory:
         With `by_tail`, names with the same last 8 bytes have one key, so that `alike` finds them.
         The caller keeps few of them then.
         """
-        head, self._first, self._second = _factors
+        head, self._first, self._second = secret_factors()
         self._head = 0 if by_tail else head
         self._count = 0
         self._row_count = 0
