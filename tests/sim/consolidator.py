@@ -17,6 +17,7 @@ from kvbm_common.wire.consolidator import (
 from kvbm_common.wire.engine_events import EngineBatch
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.local import Beat, Refused
+from kvbm_common.wire.raw_events import as_json
 from kvbm_common.wire.verbs import Offer, OfferRun, SnapshotReply
 from kvbm_connectors.consolidator.core import messages as con
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
@@ -145,9 +146,9 @@ class Consolidator(Service):
     def _carry_out(self, effect: con.Effect) -> None:
         match effect:
             case con.Publish(event):
-                self.publish(event)
+                self.publish(as_json(event))
             case con.PublishMerged(event):
-                self.readers[event.source].read(event)
+                self.readers[event.source].read(as_json(event))
             case con.Broadcast(frame):
                 stream = frame.stream.engine, frame.stream.rank
                 self.routers.setdefault(stream, Router()).read(frame)

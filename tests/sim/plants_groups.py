@@ -19,9 +19,10 @@ from kvbm_common.tier.kv_groups import (
 )
 from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.engine_events import EngineHash
-from kvbm_common.wire.events import EventHead, Removed, Stored
+from kvbm_common.wire.events import EventHead
+from kvbm_common.wire.raw_events import RawRemoved, RawRun, RawStored
 from kvbm_connectors.consolidator.core.events import EventDraft
-from kvbm_connectors.consolidator.core.held_blocks import BlockRun, HeldBlocks
+from kvbm_connectors.consolidator.core.held_blocks import HeldBlocks
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
 from kvbm_connectors.core.messages import LoadResult
@@ -97,7 +98,7 @@ def overhear_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
         engine_hashes: tuple[EngineHash, ...],
         chain: list[SequenceHash],
         parent: SequenceHash | None,
-    ) -> list[BlockRun] | None:
+    ) -> list[RawRun] | None:
         if held.hasher.namespace.group:
             return None
         return store(held, engine_hashes, chain, parent)
@@ -111,7 +112,7 @@ def say_every_block_of_the_first_group(patch: pytest.MonkeyPatch) -> None:
 
     def planted(
         draft: EventDraft, head: EventHead, group: int, namespace: str, reason: str
-    ) -> Stored | Removed:
+    ) -> RawStored | RawRemoved:
         return event(draft, head, 0, namespace, reason)
 
     patch.setattr(EventDraft, "event", planted)

@@ -33,6 +33,7 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 from kvbm_common.wire.local import Refused
+from kvbm_common.wire.raw_events import as_json
 from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
 from kvbm_connectors.consolidator.core.engines import EnginesCore
@@ -302,15 +303,15 @@ class Harness:
                     self._owes_go_on = True
                     continue
                 case PublishMerged(published):
-                    self._refuse_orphans(published)
-                    self.merged.read(published)
+                    self._refuse_orphans(as_json(published))
+                    self.merged.read(as_json(published))
                     continue
                 case Broadcast(frame):
                     router = self.routers.setdefault(frame.stream.rank, Router())
                     router.read(frame, self._said_to(frame.stream.rank))
                     continue
                 case Publish(published):
-                    self.truth.read(published)
+                    self.truth.read(as_json(published))
                 case Reply(peer, message):
                     self.replies.append((peer, message))
                 case RequestReplay():

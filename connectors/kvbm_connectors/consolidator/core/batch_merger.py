@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvbm_common.identity import SequenceHash, hashes_to_hex
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX
-from kvbm_common.wire.events import Run, run_of
+from kvbm_common.wire.raw_events import RawRun
 
-from kvbm_connectors.consolidator.core.held_blocks import BlockRun, Held, HeldBlocks
+from kvbm_connectors.consolidator.core.held_blocks import Held, HeldBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,7 @@ class StoredDraft:
 
     group: int
     namespace: str
-    runs: list[Run]
-    blocks: list[BlockRun]
-    """The blocks of the event, before they are written as text."""
+    runs: list[RawRun]
     held: Held
     """All that the rank holds in this group, with the changes of drafts after this one."""
 
@@ -36,9 +34,7 @@ class RemovedDraft:
 
     group: int
     namespace: str
-    hashes: list[str]
-    blocks: list[SequenceHash]
-    """The blocks of the event, before they are written as text."""
+    hashes: list[SequenceHash]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +53,9 @@ def blocks_of(drafts: Iterable[Draft]) -> set[SequenceHash]:
     for draft in drafts:
         match draft:
             case StoredDraft():
-                found.update(*(run for _, run in draft.blocks))
+                found.update(*(run for _, run in draft.runs))
             case RemovedDraft():
-                found.update(draft.blocks)
+                found.update(draft.hashes)
     return found
 
 
@@ -70,7 +66,7 @@ class _Open:
     namespace: str
     held: Held
     removed: list[SequenceHash] = field(default_factory=list)
-    runs: list[BlockRun] = field(default_factory=list)
+    runs: list[RawRun] = field(default_factory=list)
     stored: set[SequenceHash] = field(default_factory=set)
     """The blocks of `runs`, with which removals are compared; filled when the first one comes."""
     uncompared: list[list[SequenceHash]] = field(default_factory=list)
@@ -84,7 +80,7 @@ class BatchMerger:
         self._open: dict[int, _Open] = {}
         self._drafts: list[Draft] = []
 
-    def stored(self, group: int, held_blocks: HeldBlocks, runs: Sequence[BlockRun]) -> None:
+    def stored(self, group: int, held_blocks: HeldBlocks, runs: Sequence[RawRun]) -> None:
         """Gather blocks that are new in a group."""
         opened = self._open_of(group, held_blocks)
         for parent, hashes in runs:
@@ -131,17 +127,15 @@ class BatchMerger:
         opened = self._open.pop(group)
         for start in range(0, len(opened.removed), EVENT_BLOCKS_MAX):
             gone = opened.removed[start : start + EVENT_BLOCKS_MAX]
-            hashes = hashes_to_hex(gone)
-            self._drafts.append(RemovedDraft(group, opened.namespace, hashes, gone))
+            self._drafts.append(RemovedDraft(group, opened.namespace, gone))
         for portion in _cut(opened.runs):
             assert portion, f"an event of group {group} stores no block"
-            runs = [run_of(parent, run) for parent, run in portion]
-            self._drafts.append(StoredDraft(group, opened.namespace, runs, portion, opened.held))
+            self._drafts.append(StoredDraft(group, opened.namespace, portion, opened.held))
 
 
-def _cut(runs: list[BlockRun]) -> Iterator[list[BlockRun]]:
+def _cut(runs: list[RawRun]) -> Iterator[list[RawRun]]:
     """Yield the runs in portions for one event each; a longer run is cut."""
-    portion: list[BlockRun] = []
+    portion: list[RawRun] = []
     room = EVENT_BLOCKS_MAX
     for run_parent, hashes in runs:
         parent, start = run_parent, 0

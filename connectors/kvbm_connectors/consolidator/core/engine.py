@@ -13,12 +13,10 @@ from kvbm_common.wire.consolidator import Attach
 from kvbm_common.wire.events import (
     TIER_SOURCES,
     Cleared,
-    Event,
     EventHead,
-    Removed,
-    Stored,
 )
 from kvbm_common.wire.local import Refused
+from kvbm_common.wire.raw_events import RawEvent, RawRemoved, RawStored
 from kvbm_common.wire.tier_stats import WorkerStats
 
 from kvbm_connectors.consolidator.core.batch_merger import (
@@ -178,7 +176,7 @@ class Engine:
             rank.check()
 
 
-def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> Event:
+def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> RawEvent:
     """Return a draft as the event that has the engine's present number. Without a rank it is about
     all ranks."""
     assert engine.epoch > 0, f"{engine.name}: an event without an epoch"
@@ -190,9 +188,9 @@ def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: 
     )  # fmt: skip
     match draft:
         case StoredDraft(group, namespace, runs):
-            return Stored(**head, group=group, namespace=namespace, runs=runs)
+            return RawStored(**head, group=group, namespace=namespace, runs=runs)
         case RemovedDraft(group, namespace, hashes):
-            return Removed(
+            return RawRemoved(
                 **head, group=group, namespace=namespace, hashes=hashes, reason="evicted"
             )
         case ClearedDraft(reason):

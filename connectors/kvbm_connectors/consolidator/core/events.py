@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvbm_common.identity import SequenceHash, hashes_to_hex
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX
-from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored, Tier, run_of
+from kvbm_common.wire.events import Cleared, EventHead, Tier
+from kvbm_common.wire.raw_events import RawEvent, RawRemoved, RawRun, RawStored
 
 Key = TypeVar("Key")
 STORY_EVENTS_MAX = 2_000
@@ -38,20 +39,22 @@ class EventDraft:
     """One event without its number. Either `runs` or `hashes` is used."""
 
     tier: Tier
-    runs: list[tuple[SequenceHash, list[SequenceHash]]] = field(default_factory=list)
+    runs: list[RawRun] = field(default_factory=list)
     hashes: list[SequenceHash] = field(default_factory=list)
     count: int = 0
 
-    def event(self, head: EventHead, group: int, namespace: str, reason: str) -> Stored | Removed:
+    def event(
+        self, head: EventHead, group: int, namespace: str, reason: str
+    ) -> RawStored | RawRemoved:
         """Return the draft as an event that begins like `head`; `reason` is that of a removal."""
         assert bool(self.runs) != bool(self.hashes), (
             f"{len(self.runs)} runs, {len(self.hashes)} gone"
         )
         if self.runs:
-            runs = [run_of(*run) for run in self.runs]
-            return Stored(**head, group=group, namespace=namespace, runs=runs)
-        hashes = hashes_to_hex(self.hashes)
-        return Removed(**head, group=group, namespace=namespace, hashes=hashes, reason=reason)
+            return RawStored(**head, group=group, namespace=namespace, runs=self.runs)
+        return RawRemoved(
+            **head, group=group, namespace=namespace, hashes=self.hashes, reason=reason
+        )
 
 
 class EventBuilder:
@@ -94,9 +97,9 @@ class PublishedEvents:
     """The last events, each with its time; the oldest is forgotten when a new one comes."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._events: deque[tuple[int, RawEvent]] = deque(maxlen=STORY_EVENTS_MAX)
 
-    def add(self, event: Event, now_ms: int) -> None:
+    def add(self, event: RawEvent, now_ms: int) -> None:
         """Remember an event that is published now."""
         assert not self._events or self._events[-1][0] <= now_ms, f"{event} at {now_ms} ms"
         self._events.append((now_ms, event))
@@ -110,19 +113,18 @@ class PublishedEvents:
         ]
 
 
-def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
+def mentions(event: RawEvent, sequence_hash: SequenceHash) -> bool:
     """Return whether an event is about a block; a clear is about every block."""
-    text = sequence_hash.hex()
     match event:
-        case Stored():
-            return any(text in run.hashes for run in event.runs)
-        case Removed():
-            return text in event.hashes
+        case RawStored():
+            return any(sequence_hash in blocks for _, blocks in event.runs)
+        case RawRemoved():
+            return sequence_hash in event.hashes
         case Cleared():
             return True
 
 
-def describe(event: Event) -> str:
+def describe(event: RawEvent) -> str:
     """Return a line about an event, without its blocks."""
     kind = event.__struct_config__.tag
     return f"{kind} {event.source} rank {event.rank} epoch {event.epoch} seq {event.seq}"

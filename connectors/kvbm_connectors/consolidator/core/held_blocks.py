@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.wire.engine_events import EngineHash
+from kvbm_common.wire.raw_events import RawRun
 
 from kvbm_connectors.consolidator.core.block_books import Pairs
 from kvbm_connectors.consolidator.core.events import parents_first
@@ -25,8 +26,6 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 Held = Mapping[SequenceHash, SequenceHash]
 """Blocks that are held, each with its parent."""
-BlockRun = tuple[SequenceHash, list[SequenceHash]]
-"""A parent, and blocks that follow it one after the other."""
 
 
 class HeldBlocks:
@@ -67,7 +66,7 @@ class HeldBlocks:
         engine_hashes: tuple[EngineHash, ...],
         chain: list[SequenceHash],
         parent: SequenceHash | None,
-    ) -> list[BlockRun] | None:
+    ) -> list[RawRun] | None:
         """Hold these blocks once more; returns those that were not held before.
 
         None: the engine uses one of its hashes for two contents; then nothing has changed.
@@ -105,11 +104,11 @@ class HeldBlocks:
         for engine_hash in known - self._retired.keys():
             self._name_copies[engine_hash] = self._name_copies.get(engine_hash, 1) + 1
 
-    def _count_copies(self, chain: list[SequenceHash], new: int) -> list[BlockRun]:
+    def _count_copies(self, chain: list[SequenceHash], new: int) -> list[RawRun]:
         """Count a further copy of each block that was held before; return the `new` others as runs,
         which the held blocks split."""
         assert 0 <= new <= len(chain), (new, len(chain))
-        runs: list[BlockRun] = []
+        runs: list[RawRun] = []
         fresh = set(islice(reversed(self._parents), new))
         for block in chain:
             parent = self._parents[block]
@@ -152,7 +151,7 @@ class HeldBlocks:
         self._names.clear()
         self._retired.clear()
 
-    def block_runs(self) -> list[BlockRun]:
+    def block_runs(self) -> list[RawRun]:
         """Return everything held, each block as a run of its own, parents first."""
         parents, passed = self._parents, set[SequenceHash]()
         for block, parent in parents.items():

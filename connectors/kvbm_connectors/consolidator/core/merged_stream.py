@@ -24,7 +24,8 @@ from itertools import islice
 import msgspec
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import Pages
-from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored, Tier
+from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Tier
+from kvbm_common.wire.raw_events import RawEvent, RawRemoved, RawStored
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import (
@@ -35,6 +36,7 @@ from kvbm_connectors.consolidator.core.batch_merger import (
 )
 from kvbm_connectors.consolidator.core.block_books import DROPS_PER_BLOCK
 from kvbm_connectors.consolidator.core.events import EventBuilder
+from kvbm_connectors.consolidator.core.held_blocks import Held
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
 from kvbm_connectors.consolidator.core.rank_view import (
     BITS,
@@ -70,7 +72,7 @@ class MergedStreams:
         self._engines: dict[str, MergedEngine] = {}
         self.tiers = TierViews(drops, blocks_max)
         self._passes = TierPasses()
-        self._out: list[Event] = []
+        self._out: list[RawEvent] = []
         self.touched: set[SequenceHash] = set()
         """Blocks of the drafts that come in this step: tables are ahead of what is published."""
 
@@ -95,17 +97,17 @@ class MergedStreams:
             self.tiers.replaced.discarded.add(view.clear())
         self._passes.forget(name)
 
-    def engine_event(self, event: Event, draft: Draft) -> None:
+    def engine_event(self, event: RawEvent, draft: Draft) -> None:
         """Apply an event that the consolidator has published of an engine; `draft` is what it was
         made of."""
         engine = self._engines.setdefault(event.source, MergedEngine(event.source))
         match draft, event:
             case ClearedDraft(), Cleared():
                 self._engine_cleared(engine, event)
-            case StoredDraft(), Stored():
-                self._engine_stored(engine, event, draft)
-            case RemovedDraft(blocks=gone), Removed():
-                self._engine_removed(engine, event, gone)
+            case StoredDraft(held=held), RawStored():
+                self._engine_stored(engine, event, held)
+            case RemovedDraft(), RawRemoved():
+                self._engine_removed(engine, event)
             case _:
                 raise AssertionError(f"{draft} does not make {event}")
 
@@ -152,7 +154,7 @@ class MergedStreams:
     def _is_publishing(self) -> bool:
         return bool(self._passes) or self.tiers.is_going_on
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[RawEvent]:
         """Return the events that are to be published, in order, and forget them."""
         out, self._out = self._out, []
         return out
@@ -230,43 +232,40 @@ class MergedStreams:
             ts_ms=ts_ms, rank=rank,
         )  # fmt: skip
 
-    def _engine_stored(self, engine: MergedEngine, event: Stored, draft: StoredDraft) -> None:
+    def _engine_stored(self, engine: MergedEngine, event: RawStored, held: Held) -> None:
         """Apply a store. The engines' half publishes only the first copy of a block, so none of
         these was in the device."""
         view = self._join(engine, event.rank, event.namespace, event.group)
-        assert draft.group == event.group, f"{engine.name}: {draft.group} is not {event.group}"
-        view.device = draft.held
-        blocks = [block for _, run in draft.blocks for block in run]
+        assert event.runs, f"{engine.name} stores nothing"
+        view.device = held
+        blocks = [block for _, run in event.runs for block in run]
         if self.touched and self._dedup:
-            self._publish_lost_parents(engine, view, draft, event.ts_ms)
+            self._publish_lost_parents(engine, view, event)
         if view.beyond.has_none_of(blocks) and not self.tiers.has_any(blocks, view.namespace):
             self._pass_on(engine, event)
             return
         view.store(blocks)
         pairs = [
-            pair for parent, run in draft.blocks for pair in zip(run, [parent, *run], strict=False)
+            pair for parent, run in event.runs for pair in zip(run, [parent, *run], strict=False)
         ]
         self._settle(engine, view, pairs, event.ts_ms, inside=True)
 
-    def _publish_lost_parents(
-        self, engine: MergedEngine, view: RankView, draft: StoredDraft, ts_ms: int
-    ) -> None:
+    def _publish_lost_parents(self, engine: MergedEngine, view: RankView, event: RawStored) -> None:
         """Publish what tiers have of the ancestors of a store, where it follows a block that the
         device does not have any more: its removal was in a gap."""
         assert view.rank in {rank for rank, _ in engine.views}, f"{engine.name} has no {view.rank}"
         events = EventBuilder()
-        for parent, (child, *_) in draft.blocks:
+        for parent, (child, *_) in event.runs:
             if parent not in view.device:
                 waiting = self._unpublished(view, child, parent)
                 for one in reversed(list(islice(waiting, ANCESTORS_MAX))):
                     view.publish(events, *one)
-        self._say(engine, view, events, ts_ms, "")
+        self._say(engine, view, events, event.ts_ms, "")
 
-    def _engine_removed(
-        self, engine: MergedEngine, event: Removed, blocks: Collection[SequenceHash]
-    ) -> None:
+    def _engine_removed(self, engine: MergedEngine, event: RawRemoved) -> None:
         """Apply a removal. The engines' half publishes only the removal of the last copy of a
         block, so all of these were in the device."""
+        blocks = event.hashes
         assert blocks, f"{engine.name} removes nothing"
         view = self._join(engine, event.rank, event.namespace, event.group)
         apart = view.otherwise.keys().isdisjoint(blocks)
@@ -277,7 +276,7 @@ class MergedStreams:
         gone = [(block, None) for block in blocks]
         self._settle(engine, view, gone, event.ts_ms, event.reason, inside=False)
 
-    def _pass_on(self, engine: MergedEngine, event: Stored | Removed) -> None:
+    def _pass_on(self, engine: MergedEngine, event: RawStored | RawRemoved) -> None:
         """Publish the engine's event as the merged one: only its number differs."""
         assert event.source == engine.name, f"{event.source}'s event in {engine.name}'s stream"
         if engine.epoch:

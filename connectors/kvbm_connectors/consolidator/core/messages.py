@@ -10,6 +10,7 @@ from kvbm_common.wire.consolidator import Attach, Attached
 from kvbm_common.wire.engine_events import EngineBatch
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.local import Refused
+from kvbm_common.wire.raw_events import RawEvent
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import Draft
@@ -207,9 +208,9 @@ Input = EngineInput | TierInput | RouterAsked | RouterJoined | GoOn
 class Publish:
     """Put an event on the bus. A `ts_ms` of 0 is the shell's to fill."""
 
-    event: Event
+    event: RawEvent
     draft: Draft
-    """The draft that the event was made of: its blocks as bytes."""
+    """The draft that the event was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ class Learn:
 class PublishMerged:
     """Put an event on the merged stream. A `ts_ms` of 0 is the shell's to fill."""
 
-    event: Event
+    event: RawEvent
 
 
 @dataclass(frozen=True, slots=True)

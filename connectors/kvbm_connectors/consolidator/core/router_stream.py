@@ -25,8 +25,6 @@ from kvbm_common.identity import (
     HASH_BYTES,
     TOKEN_BYTES,
     SequenceHash,
-    hash_from_hex,
-    hashes_from_hex,
 )
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
@@ -37,7 +35,8 @@ from kvbm_common.wire.engine_events import (
     OtherEvent,
     encode_batch,
 )
-from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
+from kvbm_common.wire.events import Cleared, Tier
+from kvbm_common.wire.raw_events import RawEvent, RawRemoved, RawStored
 
 from kvbm_connectors.consolidator.core.ended_engines import EndedEngines
 from kvbm_connectors.consolidator.core.events import parents_first
@@ -128,13 +127,13 @@ class RouterStreams:
                 assert not stream.places(), f"{stream_id} has ended, and holds blocks"
                 self._first_seq = max(self._first_seq, stream.next_seq)
 
-    def take_event(self, event: Event) -> None:
+    def take_event(self, event: RawEvent) -> None:
         """Take one merged event."""
         match event:
-            case Stored():
+            case RawStored():
                 stream_id = StreamId(event.rank, event.source)
                 self._publish(stream_id, self._store(stream_id, event), event.ts_ms)
-            case Removed():
+            case RawRemoved():
                 stream_id = StreamId(event.rank, event.source)
                 self._publish(stream_id, self._remove(stream_id, event), event.ts_ms)
             case Cleared():
@@ -248,14 +247,13 @@ class RouterStreams:
             self._streams[stream_id] = RouterStream(next_seq=self._first_seq)
         return self._streams[stream_id]
 
-    def _store(self, stream_id: StreamId, event: Stored) -> list[EngineEvent]:
+    def _store(self, stream_id: StreamId, event: RawStored) -> list[EngineEvent]:
         stream = self._stream(stream_id)
-        root = event.namespace[: 2 * HASH_BYTES]
+        root = bytes.fromhex(event.namespace[: 2 * HASH_BYTES])
         events: list[EngineEvent] = []
-        for run in event.runs:
-            parent = None if run.parent == root else hash_from_hex(run.parent)
-            blocks = hashes_from_hex(run.hashes)
-            assert blocks, f"{stream_id}: a run without blocks after {run.parent}"
+        for before, blocks in event.runs:
+            assert blocks, f"{stream_id}: a run without blocks after {before.hex()}"
+            parent = None if before == root else before
             parents = [parent, *blocks[:-1]]
             if stream.unnamed and self._named and parent is not None:
                 events += self._named_events(stream_id, [parent])
@@ -325,10 +323,10 @@ class RouterStreams:
             cache_salt=kind.cache_salt,
         )
 
-    def _remove(self, stream_id: StreamId, event: Removed) -> list[EngineEvent]:
+    def _remove(self, stream_id: StreamId, event: RawRemoved) -> list[EngineEvent]:
         stream = self._stream(stream_id)
         gone: list[SequenceHash] = []
-        for block in hashes_from_hex(event.hashes):
+        for block in event.hashes:
             if stream.let_go(event.tier, block):
                 gone.append(block)
                 self._retire(block)

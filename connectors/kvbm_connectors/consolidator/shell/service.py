@@ -22,8 +22,8 @@ from kvbm_common.service.process import run
 from kvbm_common.tier.announcer import Pages
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.consolidator import Attach, Detach, Offered, OfferedRun, ToConsolidator
-from kvbm_common.wire.events import Event
 from kvbm_common.wire.local import Beat
+from kvbm_common.wire.raw_events import RawEvent
 from kvbm_common.wire.verbs import (
     OFFER_BLOCKS_MAX,
     Offer,
@@ -279,10 +279,10 @@ class ConsolidatorShell:
                 assert_never(effect)
         return None
 
-    def _publish(self, event: Event) -> None:
+    def _publish(self, event: RawEvent) -> None:
         self._publisher.publish_event(event)
 
-    def _publish_merged(self, event: Event) -> None:
+    def _publish_merged(self, event: RawEvent) -> None:
         if self._enabled:
             self._merged.publish_event(event)
 

@@ -39,6 +39,7 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.bounds import Usage
 from kvbm_common.wire.events import Event, event_codec
 from kvbm_common.wire.packed_events import can_pack, json_subject, pack, packed_subject, stamped
+from kvbm_common.wire.raw_events import RawRemoved, RawStored, as_json
 
 OUTBOX_MAX = 10_000
 """Messages kept while NATS is away: minutes of events of a busy tier."""
@@ -135,13 +136,13 @@ class EventPublisher:
         """Events that are not acknowledged yet."""
         return self._pending + self._packer.event_count
 
-    def publish_event(self, event: Event) -> None:
+    def publish_event(self, event: Event | RawStored | RawRemoved) -> None:
         """Publish an event, with others of its source in one message if more come before the turn
         of `run`. Never waits. An event without a time stamp gets that of its message.
         """
         if not (self._link.packs_events() and can_pack(event)):
             self._put_gathered()
-            event = stamped(event, _now_ms())
+            event = stamped(as_json(event), _now_ms())
             subject, payload = json_subject(self._prefix, event), event_codec.encode(event)
             self._put(subject, payload, epoch=event.epoch, seq=event.seq, events=1)
             return

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from kvbm_common.identity import HASH_BYTES, packed_from_hex
+from kvbm_common.identity import HASH_BYTES, SequenceHash, pack_hashes, packed_from_hex
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec, WireError
 from kvbm_common.wire.events import (
@@ -42,6 +42,7 @@ from kvbm_common.wire.events import (
     Token,
     event_codec,
 )
+from kvbm_common.wire.raw_events import RawRemoved, RawStored
 
 PACKED = "packed"
 """The last word of a subject, where JSON has the kind of an event."""
@@ -57,8 +58,11 @@ SUBJECTS_MAX = 4_096
 RawHash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 RawDigest = Annotated[bytes, Meta(min_length=2 * HASH_BYTES, max_length=2 * HASH_BYTES)]
 Sizes = Annotated[list[Positive], Meta(min_length=1)]
-Packable = Stored | Removed
-AnEvent = TypeVar("AnEvent", bound=Event)
+Packable = Stored | Removed | RawStored | RawRemoved
+_AllStored = list[Stored] | list[RawStored]
+_AllRemoved = list[Removed] | list[RawRemoved]
+Name = TypeVar("Name", str, SequenceHash)
+AnEvent = TypeVar("AnEvent", bound=Event | RawStored | RawRemoved)
 
 
 class PackedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -125,27 +129,33 @@ class SubjectNames(NamedTuple):
 # ---- writing ---------------------------------------------------------------------------------
 
 
-def can_pack(event: Event) -> TypeGuard[Packable]:
+def can_pack(event: Event | RawStored | RawRemoved) -> TypeGuard[Packable]:
     """Tell whether an event has a packed form: it has blocks, and no run is empty."""
     match event:
         case Stored(runs=runs):
             return bool(runs) and all(run.hashes for run in runs)
         case Removed(hashes=hashes):
             return bool(hashes)
+        case RawStored() | RawRemoved():
+            return True
         case _:
             return False
 
 
-def kind_of(event: Event) -> str:
+def kind_of(event: Event | RawStored | RawRemoved) -> str:
     """Return what an event is called: `stored`, `removed` or `cleared`."""
     return str(event.__struct_config__.tag)
 
 
 def block_count(event: Packable) -> int:
     """Return how many blocks an event has."""
-    if isinstance(event, Stored):
-        return sum(len(run.hashes) for run in event.runs)
-    return len(event.hashes)
+    match event:
+        case Stored(runs=runs):
+            return sum(len(run.hashes) for run in runs)
+        case RawStored(runs=runs):
+            return sum(len(blocks) for _, blocks in runs)
+        case _:
+            return len(event.hashes)
 
 
 def pack(events: Sequence[Packable]) -> bytes:
@@ -169,42 +179,57 @@ def json_subject(prefix: str, event: Event) -> str:
     return f"{prefix}.{event.host}.{event.source}.{kind_of(event)}"
 
 
-def packed_subject(prefix: str, event: Event) -> str:
+def packed_subject(prefix: str, event: Event | RawStored | RawRemoved) -> str:
     """Return the subject on which an event's source publishes packed events."""
     return f"{prefix}.{event.host}.{event.source}.{PACKED}"
 
 
 def _parts(events: list[Packable]) -> Iterator[Part]:
     """Yield the parts of events of one kind that share what `_alike` compares."""
-    if isinstance(events[0], Stored):
-        for size, stored in groupby(cast("list[Stored]", events), attrgetter("block_bytes")):
-            yield _stored_part(list(stored), size)
+    match events[0]:
+        case Stored() | RawStored():
+            for size, stored in groupby(events, attrgetter("block_bytes")):
+                yield _stored_part(cast("_AllStored", list(stored)), size)
+        case _:
+            for reason, removed in groupby(events, attrgetter("reason")):
+                yield _removed_part(cast("_AllRemoved", list(removed)), reason)
+
+
+def _stored_part(events: _AllStored, block_bytes: int) -> StoredPart:
+    """Return the part of events in one form: their runs, those that continue each other as one."""
+    if isinstance(events[0], RawStored):
+        raw = _joined([event.runs for event in events])
+        runs = [PackedRun(parent=parent, hashes=pack_hashes(blocks)) for parent, blocks in raw]
     else:
-        for reason, removed in groupby(cast("list[Removed]", events), attrgetter("reason")):
-            yield _removed_part(list(removed), reason)
-
-
-def _stored_part(events: list[Stored], block_bytes: int) -> StoredPart:
-    runs: list[tuple[str, list[str]]] = []
-    for event in events:
-        # Only across events: what is two runs in one event stays two.
-        rest = iter(event.runs)
-        if runs and event.runs[0].parent == runs[-1][1][-1]:
-            runs[-1][1].extend(next(rest).hashes)
-        runs += [(run.parent, list(run.hashes)) for run in rest]
+        hexes = [[(run.parent, run.hashes) for run in event.runs] for event in events]
+        runs = [
+            PackedRun(parent=packed_from_hex([parent]), hashes=packed_from_hex(hashes))
+            for parent, hashes in _joined(hexes)
+        ]
     return StoredPart(
         **_shared(events[0]),
-        sizes=list(map(block_count, events)),
-        runs=[
-            PackedRun(parent=packed_from_hex([parent]), hashes=packed_from_hex(hashes))
-            for parent, hashes in runs
-        ],
-        block_bytes=block_bytes,
-    )
+        sizes=list(map(block_count, events)), runs=runs, block_bytes=block_bytes,
+    )  # fmt: skip
 
 
-def _removed_part(events: list[Removed], reason: str) -> RemovedPart:
-    hashes = packed_from_hex([name for event in events for name in event.hashes])
+def _joined(events: Sequence[Sequence[tuple[Name, list[Name]]]]) -> list[tuple[Name, list[Name]]]:
+    """Return the runs of all events. A run is continued across events only: what is two runs in one
+    event stays two."""
+    runs: list[tuple[Name, list[Name]]] = []
+    for some in events:
+        rest = iter(some)
+        if runs and some[0][0] == runs[-1][1][-1]:
+            runs[-1][1].extend(next(rest)[1])
+        runs += [(parent, list(blocks)) for parent, blocks in rest]
+    return runs
+
+
+def _removed_part(events: _AllRemoved, reason: str) -> RemovedPart:
+    names = chain.from_iterable(event.hashes for event in events)
+    if isinstance(events[0], RawRemoved):
+        hashes = pack_hashes(cast("Iterator[SequenceHash]", names))
+    else:
+        hashes = packed_from_hex(cast("list[str]", list(names)))
     sizes = list(map(block_count, events))
     return RemovedPart(**_shared(events[0]), sizes=sizes, hashes=hashes, reason=reason)
 

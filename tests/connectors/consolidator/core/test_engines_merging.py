@@ -8,7 +8,8 @@ from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     EngineBatch,
 )
-from kvbm_common.wire.events import Cleared, Removed, Stored
+from kvbm_common.wire.events import Cleared, Stored
+from kvbm_common.wire.raw_events import RawRemoved
 from kvbm_connectors.consolidator.core.messages import (
     Describe,
     EngineBatchesReceived,
@@ -139,5 +140,5 @@ def test_removed_events_say_why(harness: Harness) -> None:
     )
     assert isinstance(effects[0], Publish)
     event = effects[0].event
-    assert isinstance(event, Removed)
-    assert (event.reason, event.ts_ms, event.hashes) == ("evicted", 3_000, [BLOCKS[2].hex()])
+    assert isinstance(event, RawRemoved)
+    assert (event.reason, event.ts_ms, event.hashes) == ("evicted", 3_000, [BLOCKS[2]])

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.events import Cleared, EventHead, Removed, Stored, run_of
+from kvbm_common.wire.events import Cleared, EventHead
+from kvbm_common.wire.raw_events import RawRemoved, RawRun, RawStored
 from kvbm_connectors.consolidator.core.events import PublishedEvents, parents_first
 
 FORESTS = st.permutations(range(8)).flatmap(
@@ -44,10 +45,10 @@ def test_a_story_has_the_events_of_the_block_and_those_of_all_blocks() -> None:
     """A clear is about every block; a parent is not stored with its child."""
     published = PublishedEvents()
     published.add(Cleared(**head(1), reason="attached"), 10)
-    runs = [run_of(PARENT, [OTHER]), run_of(OTHER, [BLOCK])]
-    published.add(Stored(**head(2), namespace="", runs=runs), 11)
-    published.add(Removed(**head(3), namespace="", hashes=[OTHER.hex()], reason="evicted"), 12)
-    published.add(Removed(**head(4), namespace="", hashes=[BLOCK.hex()], reason="evicted"), 13)
+    runs: list[RawRun] = [(PARENT, [OTHER]), (OTHER, [BLOCK])]
+    published.add(RawStored(**head(2), namespace="", runs=runs), 11)
+    published.add(RawRemoved(**head(3), namespace="", hashes=[OTHER], reason="evicted"), 12)
+    published.add(RawRemoved(**head(4), namespace="", hashes=[BLOCK], reason="evicted"), 13)
     assert published.story(BLOCK) == [
         "10 ms cleared sim-0 rank 0 epoch 1 seq 1",
         "11 ms stored sim-0 rank 0 epoch 1 seq 2",

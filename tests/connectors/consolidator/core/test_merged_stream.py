@@ -18,7 +18,8 @@ from kvbm_common.wire.engine_events import (
     EngineEvent,
     decode_batch,
 )
-from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
+from kvbm_common.wire.raw_events import RawRemoved, RawStored
 from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core import router_stream
 from kvbm_connectors.consolidator.core.messages import (
@@ -845,11 +846,10 @@ def test_all_that_is_held_comes_under_numbers_that_the_reader_waits_for(
     assert [frame.seq for frame in streams.replay(0, 8)] == [8]
 
 
-def stored_event(seq: int, blocks: list[SequenceHash]) -> Stored:
+def stored_event(seq: int, blocks: list[SequenceHash]) -> RawStored:
     """A consolidated event of an engine."""
-    run = Run(parent=NAMESPACE.root.hex(), hashes=[block.hex() for block in blocks])
-    return Stored(host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=1,
-                  namespace=NAMESPACE.digest.hex(), runs=[run])  # fmt: skip
+    return RawStored(host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=1,
+                     namespace=NAMESPACE.digest.hex(), runs=[(NAMESPACE.root, blocks)])  # fmt: skip
 
 
 def cleared_event(seq: int) -> Cleared:
@@ -858,11 +858,10 @@ def cleared_event(seq: int) -> Cleared:
                    reason="reset")  # fmt: skip
 
 
-def removed_event(seq: int, blocks: list[SequenceHash]) -> Removed:
+def removed_event(seq: int, blocks: list[SequenceHash]) -> RawRemoved:
     """A consolidated event of an engine."""
-    hashes = [block.hex() for block in blocks]
-    return Removed(host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=1,
-                   namespace=NAMESPACE.digest.hex(), hashes=hashes)  # fmt: skip
+    return RawRemoved(host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=1,
+                      namespace=NAMESPACE.digest.hex(), hashes=blocks)  # fmt: skip
 
 
 def test_names_of_blocks_that_nobody_has_are_forgotten_in_time() -> None:

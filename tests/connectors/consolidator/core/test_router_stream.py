@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.engine_events import AllBlocksCleared, BlockStored, decode_batch
-from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
+from kvbm_common.wire.events import Cleared, Tier
+from kvbm_common.wire.raw_events import RawEvent, RawRemoved, RawStored
 from kvbm_connectors.consolidator.core.ended_engines import ENDED_MAX, ENDED_MS
 from kvbm_connectors.consolidator.core.router_book import TIERS
 from kvbm_connectors.consolidator.core.router_stream import RouterStreams
@@ -75,7 +76,7 @@ CHANGES = st.lists(
 )
 
 
-def event_of(seq: int, kind: str, tier: Tier, blocks: list[SequenceHash]) -> Event:
+def event_of(seq: int, kind: str, tier: Tier, blocks: list[SequenceHash]) -> RawEvent:
     """A consolidated event of an engine's second KV group."""
     head: dict[str, Any] = {
         "host": "h", "source": "sim-0", "tier": tier, "epoch": 1, "seq": seq, "ts_ms": 1,
@@ -83,10 +84,10 @@ def event_of(seq: int, kind: str, tier: Tier, blocks: list[SequenceHash]) -> Eve
     if kind == "cleared":
         return Cleared(**head, reason="reset")
     head |= {"namespace": NAMESPACE.digest.hex(), "group": 1}
-    hashes = [block.hex() for block in blocks]
     if kind == "removed":
-        return Removed(**head, hashes=hashes)
-    return Stored(**head, runs=[Run(parent="e" * 32, hashes=[name]) for name in hashes])
+        return RawRemoved(**head, hashes=blocks)
+    parent = SequenceHash(b"\xee" * 16)
+    return RawStored(**head, runs=[(parent, [block]) for block in blocks])
 
 
 @settings(max_examples=300, deadline=None)

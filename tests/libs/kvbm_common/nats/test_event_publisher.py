@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from itertools import count
+from typing import Any
 
 import msgspec
 import pytest
+from kvbm_common.identity import SequenceHash
 from kvbm_common.nats import event_publisher
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
@@ -15,6 +17,7 @@ from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
 from kvbm_common.wire.packed_events import PACKED_BLOCKS_MAX, events_on
+from kvbm_common.wire.raw_events import RawRemoved, RawStored, as_json
 
 from tests.libs.kvbm_common.nats.speaking import DEADLINE_S, publishing, put, read
 from tests.waiting import wait_until
@@ -209,6 +212,25 @@ async def test_where_a_reader_knows_json_only_each_event_has_its_message(bus: Bu
     assert await read_events(bus, 4) == [
         ("packed", [stored(1)]), ("stored", [stored(2)]), ("stored", [stored(3)]),
         ("packed", [stored(4)]),
+    ]  # fmt: skip
+
+
+async def test_raw_event_is_json_for_a_reader_of_json_only(bus: Bus) -> None:
+    block, other = SequenceHash(b"\x01" * 16), SequenceHash(b"\x02" * 16)
+    head: dict[str, Any] = {
+        "host": "h", "source": "sim-0", "tier": "device", "epoch": 1, "ts_ms": 9,
+        "namespace": "0" * 64,
+    }  # fmt: skip
+    said: list[RawStored | RawRemoved] = [
+        RawStored(**head, seq=1, runs=[(other, [block])]), RawRemoved(**head, seq=2, hashes=[block])
+    ]  # fmt: skip
+    bus.packs_events = lambda: False
+    async with publishing(bus) as publisher:
+        for one in said:
+            publisher.publish_event(one)
+        await publisher.flush(deadline_s=DEADLINE_S)
+    assert await read_events(bus, 2) == [
+        ("stored", [as_json(said[0])]), ("removed", [as_json(said[1])]),
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event as seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.identity import HASH_BYTES
+from kvbm_common.identity import HASH_BYTES, hash_from_hex, hashes_from_hex
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
 from kvbm_common.wire.events import (
     CONSOLIDATED_PREFIX,
@@ -23,7 +23,6 @@ from kvbm_common.wire.events import (
     event_subject,
 )
 from kvbm_common.wire.packed_events import (
-    Packable,
     PackedEvents,
     PackedRun,
     StoredPart,
@@ -34,6 +33,9 @@ from kvbm_common.wire.packed_events import (
     packed_subject,
     runs_of_events,
 )
+from kvbm_common.wire.raw_events import RawRemoved, RawStored, as_json
+
+Said = Stored | Removed
 
 NAMESPACE = "ab" * 32
 NUMBERS = st.integers(0, 20)
@@ -51,9 +53,9 @@ HEAD = st.fixed_dictionaries(
 
 
 @st.composite
-def said(draw: st.DrawFn) -> list[Packable]:
+def said(draw: st.DrawFn) -> list[Said]:
     """What a source says one after the other; runs often continue those of the event before."""
-    events: list[Packable] = []
+    events: list[Said] = []
     epoch, first = draw(st.sampled_from([0, 7, 2**63 - 1])), draw(st.sampled_from([1, 500]))
     tail = ""
     for seq in range(first, first + draw(st.integers(1, 8))):
@@ -72,7 +74,7 @@ def said(draw: st.DrawFn) -> list[Packable]:
     return events
 
 
-def in_json(events: list[Packable]) -> list[Event]:
+def in_json(events: list[Said]) -> list[Event]:
     """As readers have them from messages of one event each."""
     return [one for event in events for one in events_on(event_subject(event), encoded(event))]
 
@@ -92,7 +94,7 @@ def encoded(event: Event) -> bytes:
 
 @settings(max_examples=200, deadline=None)
 @given(said())
-def test_packed_events_are_those_of_json(events: list[Packable]) -> None:
+def test_packed_events_are_those_of_json(events: list[Said]) -> None:
     """Goal: a reader learns the same from both forms, event for event."""
     assert all(map(can_pack, events))
     payload = pack(events)
@@ -105,9 +107,31 @@ def test_packed_events_are_those_of_json(events: list[Packable]) -> None:
     seen(f"parts: {min(3, len(message['parts']))}")
 
 
+def raw_of(event: Said) -> RawStored | RawRemoved:
+    """Return an event as its source has it in memory."""
+    fields: dict[str, Any] = msgspec.structs.asdict(event)
+    del fields["v"]
+    if isinstance(event, Removed):
+        return RawRemoved(**fields | {"hashes": hashes_from_hex(event.hashes)})
+    runs = [(hash_from_hex(run.parent), hashes_from_hex(run.hashes)) for run in event.runs]
+    return RawStored(**fields | {"runs": runs})
+
+
+@settings(max_examples=200, deadline=None)
+@given(said())
+def test_raw_events_leave_as_the_same_bytes(events: list[Said]) -> None:
+    """Goal: readers cannot tell in which form a source had its events, packed or as JSON."""
+    raw = [raw_of(event) for event in events]
+    assert all(map(can_pack, raw))
+    assert list(map(block_count, raw)) == list(map(block_count, events))
+    assert pack(raw) == pack(events)
+    assert [as_json(event) for event in raw] == events
+    assert [raw_of(event) for event in events] == raw, "events are as before they were packed"
+
+
 @settings(max_examples=100, deadline=None)
 @given(said(), st.data())
-def test_cut_message_is_refused(events: list[Packable], data: st.DataObject) -> None:
+def test_cut_message_is_refused(events: list[Said], data: st.DataObject) -> None:
     """Goal: a truncated message is a typed error, and no event of it is returned."""
     payload = pack(events)
     cut = payload[: data.draw(st.integers(0, len(payload) - 1))]
@@ -119,9 +143,7 @@ def test_cut_message_is_refused(events: list[Packable], data: st.DataObject) -> 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(said(), st.data())
-def test_changed_message_is_refused_or_is_whole(
-    events: list[Packable], data: st.DataObject
-) -> None:
+def test_changed_message_is_refused_or_is_whole(events: list[Said], data: st.DataObject) -> None:
     """Goal: whatever a stranger changes, what is returned are valid events, or a typed error."""
     payload = bytearray(pack(events))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -234,7 +256,7 @@ def test_event_without_blocks_has_no_packed_form() -> None:
 def test_single_blocks_that_follow_each_other_cost_little() -> None:
     """Goal: an event of one block takes its hash and a size, not an envelope."""
     names = [f"{n:032x}" for n in range(1, 101)]
-    events: list[Packable] = [
+    events: list[Said] = [
         Stored(
             host="h", source="s", tier="device", epoch=1, seq=n + 1, ts_ms=1,
             namespace=NAMESPACE, runs=[Run(parent=f"{n:032x}", hashes=[names[n]])],

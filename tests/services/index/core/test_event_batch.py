@@ -139,7 +139,7 @@ def whole(message: EventMessage) -> Event | None:
     return event
 
 
-def place(event: Event, behind: int = 0) -> tuple[str, int, int]:
+def place(event: Event | Packable, behind: int = 0) -> tuple[str, int, int]:
     """Where an event is in its source, or the one after it."""
     return event.source, event.epoch, event.seq + behind
 
