@@ -58,7 +58,8 @@ def _compile(compiler: list[str], scratch: Path) -> None:
         objects.append(built)
     defined = ["-DKVBM_HAS_AVX2"] if "avx2" in VARIANTS else []
     library = scratch / LIBRARY.name
-    _run([*compiler, *FLAGS, *defined, "-shared", source / "choice.c", *objects, "-o", library])
+    alike = [source / "choice.c", source / "naming.c"]  # Of one variant for all processors.
+    _run([*compiler, *FLAGS, *defined, "-shared", *alike, *objects, "-o", library])
     shutil.copy(library, LIBRARY)
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from kvbm_common.identity import Hasher
+
 from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, blocks_of
 from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
@@ -81,8 +83,9 @@ class ConsolidatorCore:
         dedup: bool = True,
         first_router_seq: int = 0,
         awaits_routers: bool = False,
+        hasher: type[Hasher] = Hasher,
     ) -> None:
-        self.engines = EnginesCore(host, limits)
+        self.engines = EnginesCore(host, limits, hasher)
         self._drops: Counter[str] = Counter()
         self.merged = MergedStreams(
             host, dedup=dedup, drops=self._drops,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import assert_never
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.tier.announcer import Pages
 from kvbm_common.wire.consolidator import Attach, Attached
 from kvbm_common.wire.engine_events import EngineBatch
@@ -65,8 +65,10 @@ from kvbm_connectors.consolidator.core.snapshot_pages import pages_of
 class EnginesCore:
     """The attached engines, what each rank holds, and the number of its next event. Pure."""
 
-    def __init__(self, host: str, limits: ConsolidatorLimits | None = None) -> None:
-        self._host = host
+    def __init__(
+        self, host: str, limits: ConsolidatorLimits | None = None, hasher: type[Hasher] = Hasher
+    ) -> None:
+        self._host, self._hasher = host, hasher
         self._limits = limits or ConsolidatorLimits()
         self._engines: dict[str, Engine] = {}
         self._asks = 0
@@ -183,7 +185,7 @@ class EnginesCore:
         engine.seen_ms = self._now_ms
         rank = engine.ranks.get(attach.rank)
         if rank is None:
-            rank = Rank(attach, peer, self._limits, self._drops, self._now_ms)
+            rank = Rank(attach, peer, self._limits, self._drops, self._now_ms, self._hasher)
             engine.ranks[attach.rank] = rank
             if attach.endpoint:
                 self._effects.append(Subscribe(rank.key, attach.endpoint, attach.topic))

@@ -53,6 +53,7 @@ class Rank:
         limits: ConsolidatorLimits,
         drops: Counter[str],
         now_ms: int,
+        hasher: type[Hasher] = Hasher,
     ) -> None:
         assert attach.engine, "a rank has an engine"
         self.attach = attach
@@ -63,7 +64,7 @@ class Rank:
         self._generations = Generations(attach)
         self._batch_s = 0.0
         """The time of the batch that is applied."""
-        self._limits = limits
+        self._limits, self._hasher = limits, hasher
         self._drops = drops
         self._views: dict[int, HeldBlocks] = {}
         self._merger = BatchMerger()
@@ -351,7 +352,7 @@ class Rank:
             if len(self._views) >= GROUPS_MAX:
                 self._drops["groups_full"] += len(event.block_hashes)
                 return None
-            view = self._views[group] = HeldBlocks(Hasher(self._namespace_of(group)))
+            view = self._views[group] = HeldBlocks(self._hasher(self._namespace_of(group)))
         assert view.hasher.namespace.group == group, f"{self.key}: the view is not of group {group}"
         return view
 

@@ -10,11 +10,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 from kvbm_common.identity import SequenceHash, pack_tokens
 from kvbm_common.wire.engine_events import BlockStored
 
 RETIRED_MAX = 65_536
 """Names of blocks without a holder, kept because a tier's event of one may come late."""
+
+PIECES_MIN = 32
+"""Pieces that numpy cuts in less time than Python."""
 
 
 class Kind(NamedTuple):
@@ -59,8 +63,8 @@ def named(
     if first and event.parent is None:
         keys = ((*(keys[0] or () if keys else ()), *first), *keys[1:])
     packed = pack_tokens(event.token_ids)
-    tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
-    assert len(tokens) == len(hashes), f"{len(hashes)} blocks, tokens of {len(tokens)}"
+    assert len(packed) == size * len(hashes), f"{len(hashes)} blocks, {len(packed)} bytes"
+    tokens = _pieces(packed, size)
     salt = "|".join(first) or None
     if event.lora_name is None and salt is None and not any(keys):
         return NamedBlocks(hashes, tokens, parent=parent)
@@ -69,6 +73,14 @@ def named(
         for index in range(len(hashes))
     ]
     return NamedBlocks(hashes, tokens, kinds, parent)
+
+
+def _pieces(packed: bytes, size: int) -> list[bytes]:
+    """Cut bytes into pieces of one size; many of them in half the time of slices."""
+    if len(packed) < PIECES_MIN * size:
+        return [packed[at : at + size] for at in range(0, len(packed), size)]
+    pieces: list[bytes] = np.frombuffer(packed, f"V{size}").tolist()
+    return pieces
 
 
 class TokenNames:
@@ -107,7 +119,7 @@ class TokenNames:
     def are_plain(self, blocks: list[SequenceHash]) -> bool:
         """Return whether all blocks have names, and nothing else was said of any."""
         named = all(map(self._tokens.__contains__, blocks))
-        return named and self._kinds.keys().isdisjoint(blocks)
+        return named and not (self._kinds and self._kinds.keys() & blocks)
 
     def learn(self, blocks: NamedBlocks) -> list[SequenceHash]:
         """Learn what an engine stores in these blocks; returns those that had no name."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvbm_common.copying.naming import NAMING
 from kvbm_common.wire.codec import WireError
+from kvbm_common.wire.compact_batches import decode_compact
 from kvbm_common.wire.engine_events import (
     EngineBatch,
     EngineFrame,
-    compact,
-    decode_batch,
     split_published,
     split_replayed,
 )
@@ -81,6 +81,6 @@ class FrameReader:
         """Decode a frame into `batches`. What cannot be decoded leaves a gap, which the core
         repairs."""
         try:
-            batches.append((frame.seq, compact(decode_batch(frame.payload))))
+            batches.append((frame.seq, decode_compact(frame.payload, NAMING.read_tokens)))
         except WireError as error:
             self._drop(error.kind, f"{self._name} seq {frame.seq}: {error}")

@@ -11,6 +11,7 @@ from typing import assert_never
 import msgspec
 from kvbm_common.access.curve import refuse_open_consolidator
 from kvbm_common.config.settings import Settings
+from kvbm_common.copying.naming import NAMING
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.identity import check_hash, unpack_hashes
 from kvbm_common.nats.event_publisher import EventPublisher
@@ -361,6 +362,7 @@ async def serve_consolidator(context: ServiceContext) -> None:
         # Epochs of two lives may be a few apart: a reader would see no gap between them.
         first_router_seq=time.time_ns() // 1_000,
         awaits_routers=True,
+        hasher=NAMING.hasher,
     )
     context.footprint.declare(lambda: parts_of(core.statistics(), routers=routers))
     context.bounds.declare(lambda: usages_of(core.engines.statistics(), limits))

@@ -83,7 +83,7 @@ class BlockLookup(Generic[T]):
         """Return whether none of these blocks has a value; all of it runs in C."""
         parts = self._parts
         if not self._mask:
-            return parts[0].keys().isdisjoint(blocks)
+            return not parts[0] or parts[0].keys().isdisjoint(blocks)
         assert len(parts) == PARTS, f"divided in {len(parts)} parts"
         return not any(map(contains, map(parts.__getitem__, map(_last, blocks)), blocks))
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvbm_common.identity import IdentityError, pack_tokens
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, UNREADABLE, WireError
 
 EngineHash = int | bytes
@@ -173,7 +172,7 @@ def split_published(frames: Sequence[bytes]) -> EngineFrame:
     """Split a message of an engine's PUB; raises WireError."""
     if len(frames) != 3:
         raise _malformed(f"{len(frames)} frames instead of topic, seq and payload")
-    return EngineFrame(frames[0], _seq_of(frames[1]), _checked_size(frames[2]))
+    return EngineFrame(frames[0], _seq_of(frames[1]), checked_size(frames[2]))
 
 
 def split_replayed(frames: Sequence[bytes]) -> EngineFrame:
@@ -181,7 +180,7 @@ def split_replayed(frames: Sequence[bytes]) -> EngineFrame:
     if len(frames) not in (3, 4) or frames[0]:
         raise _malformed(f"{len(frames)} frames are no replay")
     topic = frames[1] if len(frames) == 4 else b""
-    return EngineFrame(topic, _seq_of(frames[-2]), _checked_size(frames[-1]))
+    return EngineFrame(topic, _seq_of(frames[-2]), checked_size(frames[-1]))
 
 
 def published_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
@@ -225,31 +224,14 @@ def decode_batch(payload: bytes) -> EngineBatch:
     An event of an unknown type becomes an `OtherEvent`; a known one that is malformed spoils the
     batch, because it may be a removal, and to miss one is to lie.
     """
-    _checked_size(payload)
+    checked_size(payload)
     try:
         batch = _map_decoder.decode(payload)
     except msgspec.ValidationError:
         return _decode_slowly(payload)
     except UNREADABLE as error:
         raise _malformed(str(error)) from error
-    return _batch_of(batch.ts, map(_normalised, batch.events), batch.dp_rank)
-
-
-def compact(batch: EngineBatch) -> EngineBatch:
-    """Turn the token ids of a batch into views of u32, one piece of memory an event; return it.
-
-    To be called before other code has the batch. Where hundreds wait to be applied together, an
-    object for every id would cost more than all that is done with them. What are no ids stay as
-    they are: who names the blocks says so.
-    """
-    for event in batch.events:
-        if isinstance(event, BlockStored):
-            try:
-                packed = memoryview(pack_tokens(event.token_ids))
-            except IdentityError:
-                continue
-            msgspec.structs.force_setattr(event, "token_ids", packed.cast("I"))
-    return batch
+    return batch_of(batch.ts, map(normalised, batch.events), batch.dp_rank)
 
 
 def _decode_slowly(payload: bytes) -> EngineBatch:
@@ -258,13 +240,14 @@ def _decode_slowly(payload: bytes) -> EngineBatch:
         if isinstance(raw, list):
             raw = dict(zip(("ts", "events", "data_parallel_rank"), raw, strict=False))
         batch = msgspec.convert(raw, _RawBatch)
-        events = [_normalised(_event_of(event)) for event in batch.events]
+        events = [normalised(_event_of(event)) for event in batch.events]
     except UNREADABLE as error:
         raise _malformed(str(error)) from error
-    return _batch_of(batch.ts, events, batch.data_parallel_rank)
+    return batch_of(batch.ts, events, batch.data_parallel_rank)
 
 
-def _batch_of(ts: float, events: Iterable[EngineEvent], dp_rank: int | None) -> EngineBatch:
+def batch_of(ts: float, events: Iterable[EngineEvent], dp_rank: int | None) -> EngineBatch:
+    """Return a batch; raises WireError unless its time stamp is one."""
     if not 0 <= ts <= TS_MAX:  # NaN is neither.
         raise _malformed(f"a time stamp of {ts} s")
     return EngineBatch(ts, tuple(events), dp_rank)
@@ -291,7 +274,7 @@ def _event_of(raw: Any) -> EngineEvent:
     return event
 
 
-def _normalised(event: EngineEvent) -> EngineEvent:
+def normalised(event: EngineEvent) -> EngineEvent:
     """Return the event with unsigned hashes, and with its `mm_keys` as extra keys.
 
     Where `mm_keys` has an unknown shape, return an `OtherEvent` instead.
@@ -354,7 +337,7 @@ def unsigned(value: EngineHash) -> EngineHash:
 def _as_map(event: EngineEvent) -> dict[str, Any]:
     assert not isinstance(event, OtherEvent), event
     always = {"block_hashes", "parent", "token_ids", "block_size", "lora_id", "medium", "lora_name"}
-    fields: dict[str, Any] = {"type": type(event).__name__}
+    fields: dict[str, Any] = {"type": event.__struct_config__.tag}
     for name in event.__struct_fields__:
         value = getattr(event, name)
         if isinstance(value, memoryview):
@@ -370,7 +353,8 @@ def _seq_of(frame: bytes) -> int:
     return int.from_bytes(frame, "big")
 
 
-def _checked_size(payload: bytes) -> bytes:
+def checked_size(payload: bytes) -> bytes:
+    """Return a payload; raises WireError if it is too large."""
     if len(payload) > MESSAGE_BYTES_MAX:
         text = f"{len(payload)} bytes, more than the {MESSAGE_BYTES_MAX} allowed"
         raise WireError(text, kind="oversized")

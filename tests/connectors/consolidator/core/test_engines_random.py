@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import Hasher, SequenceHash, request_extras
+from kvbm_common.wire.compact_batches import compact
 from kvbm_common.wire.engine_events import (
-    compact,
     decode_batch,
     split_published,
 )

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbm_common.wire.compact_batches import compact
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockStored,
     EngineBatch,
     EngineEvent,
-    compact,
     decode_batch,
     encode_batch,
 )

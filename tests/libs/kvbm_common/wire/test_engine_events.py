@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import Hasher, SequenceHash, pack_tokens, request_extras
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
+from kvbm_common.wire.compact_batches import compact
 from kvbm_common.wire.engine_events import (
     END_SEQ,
     AllBlocksCleared,
@@ -20,7 +21,6 @@ from kvbm_common.wire.engine_events import (
     EngineBatch,
     EngineHash,
     OtherEvent,
-    compact,
     decode_batch,
     encode_batch,
     published_frames,
