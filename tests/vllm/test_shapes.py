@@ -49,6 +49,8 @@ class Model:
 
 FULL = Model()
 ONE_HEAD = Model(kv_heads=1)
+IN_TURN = Model("sinks", stored=15 + 4, loaded=15 + 2)
+"""Layers with a window and with full attention in turn: each stage has both."""
 WINDOWS = Model("windowed", stored=15 + 2 * 4, loaded=15 + 2 * 2)
 """Of each of two windows the two blocks before the end are loaded; two others are kept for prompts
 that part earlier."""
@@ -153,6 +155,7 @@ def hits_alone(model: str, log_dir: Path, prompts: Sequence[Sequence[int]]) -> l
         pytest.param((ONE, TWO), WINDOWS, id="several groups", marks=SEVERAL_GROUPS),
         pytest.param((FOUR, TWO, FOUR), FULL, id="four ranks", marks=FOUR_CORES),
         pytest.param((STAGES, ONE, STAGES), FULL, id="stages"),
+        pytest.param((STAGES, ONE, STAGES), IN_TURN, id="stages of groups", marks=SEVERAL_GROUPS),
     ],
 )  # fmt: skip
 def test_what_one_shape_stores_the_other_loads(

@@ -203,24 +203,26 @@ def groups_of(kv_cache_config: Any, namespace: Namespace) -> tuple[KvGroup, ...]
     return tuple(found)
 
 
-def grouping_of(kv_cache_config: Any) -> str:
+def grouping_of(kv_cache_config: Any, names_by_row: Sequence[Sequence[str]]) -> str:
     """Return what stands for how layers are grouped; empty for one group of full attention.
 
-    Engines whose groups differ keep other layers in a block of the same group.
+    Engines whose groups differ keep other layers in a block of the same group. `names_by_row` has
+    the layers of each group in the whole model (`stages.py`).
     """
     if not is_hybrid(kv_cache_config):
         return ""
-    groups = [_shape_of(group) for group in kv_cache_config.kv_cache_groups]
+    pairs = zip(kv_cache_config.kv_cache_groups, names_by_row, strict=True)
+    groups = [[*_shape_of(group.kv_cache_spec), *names] for group, names in pairs]
     digest = hashlib.blake2b(json.dumps(groups).encode(), digest_size=8).hexdigest()
     return f"/groups-{digest}"
 
 
-def _shape_of(group: Any) -> list[Any]:
+def _shape_of(spec: Any) -> list[Any]:
     """Return what a group is by its first layer: vLLM's scheduler knows no other."""
-    one = layer_spec(group.kv_cache_spec)
+    one = layer_spec(spec)
     state = [str(getattr(one, name, "")) for name in ("shapes", "dtypes", "page_size_padded")]
     rule = [type(one).__name__, int(one.block_size), window_blocks(one), chunk_tokens(one)]
-    return [*rule, *state, *group.layer_names]
+    return [*rule, *state]
 
 
 def tails_in(indices: range, group: KvGroup, boundaries: Collection[int], step: int) -> list[int]:

@@ -23,7 +23,8 @@ from kvbm_connectors.vllm.kv_groups import (
     refusal_of_groups,
 )
 from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
-from kvbm_connectors.vllm.shape import UncutShape, shape_of
+from kvbm_connectors.vllm.shape import shape_of
+from kvbm_connectors.vllm.stages import UncutShape, names_by_row, stages_of
 from kvbm_connectors.vllm.versions import (
     cpu_packing,
     lookahead_tokens,
@@ -127,13 +128,14 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
     cache_dtype = cache_dtype_of(config, kv_cache_config)
     shape = shape_of(config, kv_cache_config, drafts=drafts_write_kv(config))
     layout = kv_cache_config.kv_cache_layout or config.cache_config.kv_cache_layout or "unknown"
+    grouping = grouping_of(kv_cache_config, names_by_row(stages_of(config, kv_cache_config)))
     return Namespace(
         model=label_of(str(model.model)),
         revision=_revision(config, weights),
         block_tokens=int(spec.block_size),
         dtype=dtype if cache_dtype == "auto" else f"{dtype}/{cache_dtype}",
         quantisation=str(model.quantization or ""),
-        layout=f"{layout}{packing_of(config, kv_cache_config)}{grouping_of(kv_cache_config)}",
+        layout=f"{layout}{packing_of(config, kv_cache_config)}{grouping}",
         group=at,
         layers=shape.layers,
         heads=int(model.get_total_num_kv_heads()),

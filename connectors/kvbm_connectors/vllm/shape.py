@@ -1,11 +1,12 @@
 """Shape: how the ranks of a vLLM engine cut its blocks, and which parts each of them holds.
 
 Tensor-parallel ranks hold KV heads: so many each, or, with fewer heads than ranks, the same head on
-several. Latent attention is the same on all of them. Pipeline stages hold layers.
+several. Latent attention is the same on all of them. Pipeline stages hold layers (`stages.py`).
 
 Where a head's bytes of a block lie together (heads outside of tokens, or one head), blocks are cut
 by KV heads: engines of every shape share them. Elsewhere they are cut by what ranks hold, so that
-only shapes with as many distinct ranks share; `Namespace.tensor_parallel` is their number.
+only shapes with as many distinct ranks share; `Namespace.tensor_parallel` is their number. So it is
+with stages that do not end where parts do: those with layers alike have a part each.
 
 vLLM says in `kv_tp_replicas` how many ranks hold the same, for latent attention alone (0.32): for
 fewer heads than ranks it says 1.
@@ -17,21 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbm_common.errors import KvbmError
-from kvbm_common.tier.parts import PARTS_MAX, Grid, Share, grid_for, share_of, share_of_rank
+from kvbm_common.tier.parts import PARTS_MAX, Grid, Share, grid_for, share_of
 
 from kvbm_connectors.vllm.kv_groups import RECURRENT, layer_spec
+from kvbm_connectors.vllm.stages import Stage, UncutShape, rows_of, stages_of
 from kvbm_connectors.vllm.versions import tp_replicas
 
 LATENT = "MLAAttentionSpec"
 HEADS_OUTSIDE = frozenset({"LBHNC", "LHBNC", "BLHNC", "BHLNC"})
 """Layouts that keep what a head has of a block in one run, or in one for each kernel block."""
-
-
-class UncutShape(KvbmError):
-    """An engine whose blocks cannot be cut into parts that its ranks hold."""
-
-    code = "uncut_shape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +82,25 @@ def shape_of(config: Any, kv_cache_config: Any, *, drafts: bool) -> Shape:
 
     `drafts` says whether a draft model has KV of its own beside that of the model.
     """
-    stages = _stages(config, kv_cache_config, drafts=drafts)
+    if drafts and int(config.parallel_config.pipeline_parallel_size) > 1:
+        raise UncutShape("pipeline parallelism beside a draft model is not supported")
+    stages = stages_of(config, kv_cache_config)
+    rows = rows_of(stages)
     ranks = int(config.parallel_config.tensor_parallel_size)
     said = tp_replicas(kv_cache_config)
     specs = [layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     if not _has_even_layers(kv_cache_config, specs) or _has_states(specs):
-        return _uneven(stages, _distinct(ranks, said), ranks)
+        return _by_rank(stages, _distinct(ranks, said), ranks)
     by_head = _by_head(config, specs, said, drafts=drafts, ranks=ranks)
     distinct = _distinct(ranks, said if by_head is None else by_head.replicas)
     if by_head is not None and _has_heads_outside(config, kv_cache_config, by_head):
-        shape = _cut(stages, by_head, ranks, by_head=True)
+        shape = _cut(rows, by_head, ranks, by_head=True)
         if shape is not None:
             return replace(shape, row_bytes=_page_bytes(specs[0]))
-    shape = _cut(stages, distinct, ranks, by_head=False)
+    shape = _cut(rows, distinct, ranks, by_head=False)
     if shape is not None:
         return replace(shape, row_bytes=_page_bytes(specs[0]))
-    if len(stages) > 1:
-        raise UncutShape(_text_of_stages(stages, distinct.count))
-    return _uneven(stages, distinct, ranks)
+    return _by_rank(stages, distinct, ranks)
 
 
 def rank_here() -> int:
@@ -116,76 +112,54 @@ def rank_here() -> int:
 
 
 def _cut(
-    stages: Sequence[tuple[int, int]], heads: _Heads, ranks: int, *, by_head: bool
+    rows: Sequence[tuple[int, int]], heads: _Heads, ranks: int, *, by_head: bool
 ) -> Shape | None:
-    """Return the shape whose grid has layers and these heads; None: ranks do not hold whole parts
-    of it."""
-    grid = grid_for(stages[-1][1], heads.count)
+    """Return the shape whose grid has the stages' rows and these heads; None: ranks do not hold
+    whole parts of it."""
+    grid = grid_for(rows[-1][1], heads.count)
     if grid is None:
         return None
     shares = [
         share_of(grid, layers=layers, heads=heads.of_rank(rank), head_count=heads.count,
                  replica=rank % heads.replicas)
-        for layers in stages
+        for layers in rows
         for rank in range(ranks)
     ]  # fmt: skip
     known = tuple(share for share in shares if share is not None)
     if len(known) < len(shares):
         return None
     if by_head:
-        return Shape(grid, known, heads.per_rank, 1, stages[-1][1])
-    return Shape(grid, known, 0, heads.count, stages[-1][1])
+        return Shape(grid, known, heads.per_rank, 1, rows[-1][1])
+    return Shape(grid, known, 0, heads.count, rows[-1][1])
 
 
-def _uneven(stages: Sequence[tuple[int, int]], distinct: _Heads, ranks: int) -> Shape:
-    """Return the shape of blocks that are one part for each distinct rank."""
-    if len(stages) > 1:
-        raise UncutShape("pipeline parallelism needs layers whose KV is of one size")
-    if distinct.count > PARTS_MAX:
-        raise UncutShape(f"{distinct.count} distinct ranks, and a block has {PARTS_MAX} parts")
-    first = [share_of_rank(rank // distinct.replicas, distinct.count) for rank in range(ranks)]
+def _by_rank(stages: Sequence[Stage], distinct: _Heads, ranks: int) -> Shape:
+    """Return the shape of blocks that are one part for each distinct rank of each stage."""
+    count = len(stages)
+    if not all(stage.has_layers_like(stages[0]) for stage in stages):
+        raise UncutShape(_text_of_stages(rows_of(stages), distinct.count))
+    if count * distinct.count > PARTS_MAX:
+        raise UncutShape(
+            f"{count * distinct.count} distinct ranks, and a block has {PARTS_MAX} parts"
+        )
+    grid = Grid(ranges=count, heads=distinct.count)
     shares = tuple(
-        Share(one.grid, 0, 1, one.first_head, one.end_head, rank % distinct.replicas)
-        for rank, one in enumerate(first)
+        Share(grid, stage, stage + 1, *distinct.of_rank(rank), rank % distinct.replicas)
+        for stage in range(count)
+        for rank in range(ranks)
     )
-    return Shape(shares[0].grid, shares, 0, distinct.count, stages[-1][1])
+    return Shape(grid, shares, 0, distinct.count, rows_of(stages)[-1][1])
 
 
-def _text_of_stages(stages: Sequence[tuple[int, int]], heads: int) -> str:
-    layers = stages[-1][1]
-    grid = grid_for(layers, heads)
-    cut = "cannot be cut" if grid is None else f"are cut into ranges of {layers // grid.ranges}"
-    ends = ", ".join(str(end) for _, end in stages[:-1])
-    return f"pipeline stages end after {ends} layers, and {layers} layers {cut}"
+def _text_of_stages(rows: Sequence[tuple[int, int]], heads: int) -> str:
+    count = rows[-1][1]
+    grid = grid_for(count, heads)
+    cut = "cannot be cut" if grid is None else f"are cut into ranges of {count // grid.ranges}"
+    ends = ", ".join(str(end) for _, end in rows[:-1])
+    return f"pipeline stages are not alike: they end after {ends} layers, and {count} layers {cut}"
 
 
 # --- layers ---------------------------------------------------------------------------------
-
-
-def _stages(config: Any, kv_cache_config: Any, *, drafts: bool) -> list[tuple[int, int]]:
-    """Return the layers of each pipeline stage: the first one, and the one after its last."""
-    count = int(config.parallel_config.pipeline_parallel_size)
-    groups = kv_cache_config.kv_cache_groups
-    if count == 1:
-        return [(0, max(len(group.layer_names) for group in groups))]
-    from vllm.distributed.utils import get_pp_indices
-
-    if len(groups) > 1:
-        raise UncutShape("pipeline parallelism beside several KV groups is not supported")
-    if drafts:
-        raise UncutShape("pipeline parallelism beside a draft model is not supported")
-    layers = int(config.model_config.get_total_num_hidden_layers())
-    stages = [get_pp_indices(layers, stage, count) for stage in range(count)]
-    first, end = config.model_config.get_layers_start_end_indices(config.parallel_config)
-    if [_layer_of(name) for name in groups[0].layer_names] != list(range(first, end)):
-        raise UncutShape("pipeline parallelism needs one KV layer for each layer of the model")
-    return stages
-
-
-def _layer_of(name: str) -> int:
-    """Return the number in a layer's name; -1 where it has none, or several."""
-    numbers = [int(word) for word in name.split(".") if word.isdigit()]
-    return numbers[0] if len(numbers) == 1 else -1
 
 
 def _has_even_layers(kv_cache_config: Any, specs: Sequence[Any]) -> bool:

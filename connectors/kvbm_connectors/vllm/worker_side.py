@@ -261,12 +261,14 @@ def _bad_blocks(result: LoadResult) -> Sequence[int]:
 def lend_layers(worker: WorkerSide, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
     """Lend the layers of every KV group; say why, where they cannot be lent.
 
-    `kv_caches` has the tensor of each layer, [block, …]; `kv_cache_config` is vLLM's.
+    `kv_caches` has the tensor of each layer, [block, …]; `kv_cache_config` is vLLM's. A pipeline
+    stage may have no layer of a group.
     """
-    groups = [
+    cut = [
         [kv_caches[name] for name in group.layer_names if name in kv_caches]
         for group in kv_cache_config.kv_cache_groups
     ]
+    groups = [tensors for tensors in cut if tensors]
     layers = [tensor for group in groups for tensor in group]
     devices = {tensor.device.type for tensor in layers}
     if devices not in ({"cpu"}, {"cuda"}):

@@ -97,6 +97,11 @@ def config(*specs: object, **more: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, **more)
 
 
+def grouping(cache: Any) -> str:
+    """The grouping of an engine with one pipeline stage."""
+    return grouping_of(cache, [group.layer_names for group in cache.kv_cache_groups])
+
+
 def hisparse(**facts: bool) -> Any:
     """A KVCacheConfig with a group that vLLM keeps elsewhere."""
     found = config(FullAttentionSpec(), FullAttentionSpec())
@@ -222,17 +227,17 @@ def test_what_a_hit_needs_behind_what_the_device_has() -> None:
 
 
 def test_engines_that_group_their_layers_otherwise_name_their_blocks_apart() -> None:
-    assert grouping_of(config(FullAttentionSpec())) == ""
-    one = grouping_of(config(FullAttentionSpec(), SlidingWindowSpec()))
-    assert one == grouping_of(config(FullAttentionSpec(), SlidingWindowSpec()))
+    assert grouping(config(FullAttentionSpec())) == ""
+    one = grouping(config(FullAttentionSpec(), SlidingWindowSpec()))
+    assert one == grouping(config(FullAttentionSpec(), SlidingWindowSpec()))
     others = {
-        grouping_of(config(SlidingWindowSpec(), FullAttentionSpec())),
-        grouping_of(config(FullAttentionSpec(), SlidingWindowSpec(17))),
-        grouping_of(config(FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec())),
+        grouping(config(SlidingWindowSpec(), FullAttentionSpec())),
+        grouping(config(FullAttentionSpec(), SlidingWindowSpec(17))),
+        grouping(config(FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec())),
     }
     longer = config(FullAttentionSpec(), SlidingWindowSpec())
     longer.kv_cache_groups[1].layer_names.append("layer2")
-    assert len(others | {one, grouping_of(longer)}) == 5
+    assert len(others | {one, grouping(longer)}) == 5
 
 
 def kept(group: KvGroup, boundaries: set[int], step: int = 4) -> list[int]:
@@ -304,12 +309,12 @@ def test_a_model_is_hybrid_where_its_only_group_is_no_full_attention() -> None:
 )
 def test_engines_with_other_states_share_nothing(other: object) -> None:
     """Goal: the same layers with states of another shape or type are other bytes."""
-    named = grouping_of(config(FullAttentionSpec(), MambaSpec()))
-    assert named != grouping_of(config(FullAttentionSpec(), other))
-    assert named == grouping_of(config(FullAttentionSpec(), MambaSpec()))
+    named = grouping(config(FullAttentionSpec(), MambaSpec()))
+    assert named != grouping(config(FullAttentionSpec(), other))
+    assert named == grouping(config(FullAttentionSpec(), MambaSpec()))
     assert len(named) == len("/groups-") + 16
     chunked = config(FullAttentionSpec(), ChunkedLocalAttentionSpec())
-    assert grouping_of(chunked) != grouping_of(config(FullAttentionSpec(), other))
+    assert grouping(chunked) != grouping(config(FullAttentionSpec(), other))
 
 
 def test_heads_are_those_of_the_groups_with_attention() -> None:

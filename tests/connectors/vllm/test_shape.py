@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvbm_common.tier.parts import Grid, Share
-from kvbm_connectors.vllm.shape import Shape, UncutShape, rank_here, shape_of
+from kvbm_connectors.vllm.shape import Shape, rank_here, shape_of
+from kvbm_connectors.vllm.stages import UncutShape
+
+from tests.connectors.vllm.pipeline import divided
 
 LAYERS, HEADS, PAGE = 4, 4, 1024
 """Of a model; bytes that one head has of a layer's block."""
@@ -28,6 +30,11 @@ class FullAttentionSpec:
 @dataclass
 class MLAAttentionSpec(FullAttentionSpec):
     pass
+
+
+@dataclass
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int = 64
 
 
 @dataclass
@@ -54,13 +61,21 @@ def cache_of(
     )  # fmt: skip
 
 
-def config_of(ranks: int = 1, stages: int = 1, *, heads: int = HEADS, stage: int = 0) -> Any:
+def config_of(
+    ranks: int = 1,
+    stages: int = 1,
+    *,
+    heads: int = HEADS,
+    stage: int = 0,
+    types: Sequence[str] = (),
+) -> Any:
     """A VllmConfig."""
     each = LAYERS // stages
     model = SimpleNamespace(
         get_total_num_kv_heads=lambda: heads,
         get_total_num_hidden_layers=lambda: LAYERS,
         get_layers_start_end_indices=lambda _: (stage * each, (stage + 1) * each),
+        hf_text_config=SimpleNamespace(layer_types=types),
     )
     parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=stages)
     return SimpleNamespace(
@@ -75,19 +90,11 @@ def parts(shape: Shape) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture
-def pipeline(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def pipeline() -> Iterator[list[tuple[int, int]]]:
     """vLLM's own division of layers, which the test may change."""
-    ends = [(0, 2), (2, 4)]
-    vllm, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
-    utils, state = ModuleType("vllm.distributed.utils"), ModuleType("parallel_state")
-    utils.__dict__["get_pp_indices"] = lambda layers, stage, count: ends[stage]
-    state.__dict__["get_pp_group"] = lambda: SimpleNamespace(rank_in_group=1)
-    state.__dict__["get_tp_group"] = lambda: SimpleNamespace(rank_in_group=1, world_size=2)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.utils", utils)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
-    return ends
+    borders = [(0, 2), (2, 4)]
+    with divided(borders):
+        yield borders
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -155,17 +162,65 @@ def test_pipeline_stages_hold_layers(pipeline: Sequence[tuple[int, int]]) -> Non
     assert rank_here() == 3
 
 
+def alternating(stage: int, ranks: int, *specs: Any) -> Any:
+    """A KVCacheConfig of one of two stages whose layers are in the groups in turn."""
+    cache = cache_of(*specs)
+    for number, group in enumerate(cache.kv_cache_groups):
+        group.layer_names = group.layer_names[number + 2 * stage : 2 + 2 * stage : len(specs)]
+    return cache
+
+
+def test_stages_of_several_groups_hold_rows(pipeline: Sequence[tuple[int, int]]) -> None:
+    """Goal: windows beside full attention are cut as in one stage, where each group's layers are
+    half and half."""
+    shapes = [
+        shape_of(
+            config_of(2, 2, stage=stage, types=["window", "full"] * 2),
+            alternating(stage, 2, SlidingWindowSpec(2, 2 * PAGE), spec_of(2)),
+            drafts=False,
+        )
+        for stage in range(len(pipeline))
+    ]
+    assert shapes[0] == shapes[1]
+    windows = SlidingWindowSpec(HEADS, HEADS * PAGE)
+    alone = shape_of(config_of(), cache_of(windows, spec_of(1), layers=2), drafts=False)
+    assert (shapes[0].name, shapes[0].layers) == (alone.name, alone.layers) == ("2x1x4", 2)
+    assert parts(shapes[0]) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert shapes[0].share_bytes(0) * 4 == alone.share_bytes(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stages_with_states_are_a_part_each(pipeline: list[tuple[int, int]], ranks: int) -> None:
+    """Goal: what is no row of tokens is stored and loaded in stages, too."""
+    types = ["mamba", "attention"] * 2
+    shapes = [
+        shape_of(
+            config_of(ranks, 2, stage=stage, types=types),
+            alternating(stage, ranks, MambaSpec(ranks * PAGE), spec_of(ranks)),
+            drafts=False,
+        )
+        for stage in range(2)
+    ]
+    assert shapes[0] == shapes[1]
+    assert parts(shapes[0]) == [(rank,) for rank in range(2 * ranks)]
+    assert (shapes[0].name, shapes[0].distinct_ranks) == (f"2x1x{ranks}", ranks)
+    pipeline[:] = [(0, 3), (3, 4)]
+    cache = cache_of(MambaSpec(), spec_of(1), layers=3)
+    cache.kv_cache_groups[0].layer_names = cache.kv_cache_groups[0].layer_names[::2]
+    cache.kv_cache_groups[1].layer_names = cache.kv_cache_groups[1].layer_names[1:2]
+    config = config_of(1, 2, types=types)
+    config.model_config.get_layers_start_end_indices = lambda _: (0, 3)
+    with pytest.raises(UncutShape, match="not alike: they end after 2"):
+        shape_of(config, cache, drafts=False)
+
+
 def test_stages_that_cannot_be_cut_pass_through(pipeline: list[tuple[int, int]]) -> None:
     """Goal: a type and a reason, not a wrong block."""
     config, cache = config_of(1, 2), cache_of(spec_of(1), layers=2)
-    with pytest.raises(UncutShape, match="one KV layer for each layer"):
+    with pytest.raises(UncutShape, match="one type have different KV layers"):
         shape_of(config, cache_of(spec_of(1), layers=1), drafts=False)
-    with pytest.raises(UncutShape, match="several KV groups"):
-        shape_of(config, cache_of(spec_of(1), spec_of(1), layers=2), drafts=False)
     with pytest.raises(UncutShape, match="draft model"):
         shape_of(config, cache, drafts=True)
-    with pytest.raises(UncutShape, match="of one size"):
-        shape_of(config, cache_of(MambaSpec(), layers=2), drafts=False)
 
 
 @pytest.mark.parametrize(
