@@ -5,8 +5,9 @@ The reference is a plain array [layer, block, head, byte] and slices of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from kvbm_common.copying import COPIER
 from kvbm_common.copying.rank_pieces import BlockCopy, RankPieces, slot_starts
 from kvbm_common.tier.parts import Grid, Share, grid_for, share_of
-from kvbm_connectors.client.tensors import regions_of
+from kvbm_connectors.client.tensors import regions_of, regions_of_groups
+from kvbm_connectors.vllm.stages import Stage, names_by_row, rows_of
 from numpy.typing import NDArray
 
 Memory = NDArray[np.uint8]
@@ -259,3 +261,98 @@ def test_one_rank_needs_no_more_pieces_than_its_memory_has(layout: str) -> None:
     assert len(rank.pieces.coarse.lengths) == expected.get(layout, 32)
     assert len(rank.pieces.runs.lengths) == 1
     assert rank.pieces.lanes.count == grid.count
+
+
+# --- several KV groups in pipeline stages ---------------------------------------------------------
+
+
+def stages_with(*counts: tuple[int, int]) -> list[Stage]:
+    """Stages that have so many layers of each of two groups."""
+    ends = [(0, 0), *zip(*(accumulate(of_group) for of_group in zip(*counts, strict=True)),
+                         strict=True)]  # fmt: skip
+    return [
+        Stage(tuple(
+            tuple(f"{group}.{layer}" for layer in range(first, end))
+            for group, (first, end) in enumerate(zip(before, after, strict=True))
+        ))
+        for before, after in pairwise(ends)
+    ]  # fmt: skip
+
+
+class GroupsRank:
+    """One rank of a stage, whose groups lie over each other: block 0 is the first group's, block 1
+    the second's, and so on."""
+
+    def __init__(self, stages: Sequence[Stage], at: int, heads: tuple[int, int]) -> None:
+        rows, self.heads, self._groups = rows_of(stages), heads, stages[at].groups
+        grid = grid_for(rows[-1][1], HEADS)
+        assert grid is not None
+        share = share_of(grid, layers=rows[at], heads=heads, head_count=HEADS, replica=0)
+        assert share is not None, (grid, rows)
+        self._rows = views(Shape((), 1, "LBHNC"), stages[at].rows, heads[1] - heads[0], HEAD_BYTES)
+        groups = [[Layer(row) for row in self._rows[: len(names)]] for names in self._groups]
+        regions = regions_of_groups([one for one in groups if one], BLOCKS, by_head=True)
+        self.pieces = RankPieces(regions, share)
+
+    def layers(self) -> Iterator[tuple[str, int, Memory]]:
+        """Each layer of each block: its name, the block, and what is there of it."""
+        for block in range(BLOCKS):
+            for row, name in enumerate(self._groups[block % 2]):
+                yield name, block, self._rows[row][block]
+
+
+def by_part(sums: Sequence[int]) -> list[list[int]]:
+    """The checksums of each part in all blocks."""
+    return [list(sums[at :: len(sums) // BLOCKS]) for at in range(len(sums) // BLOCKS)]
+
+
+HEADS, HEAD_BYTES = 2, 64
+HALVES = ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (stages_with((2, 2), (2, 2)), stages_with((4, 4))),
+        (stages_with((4, 4)), stages_with((1, 1), (3, 3))),
+        (stages_with((2, 2), (2, 1)), stages_with((4, 3))),
+        (stages_with((2, 1), (2, 2)), stages_with((2, 1), (2, 2))),
+        (stages_with((2, 0), (1, 2)), stages_with((2, 0), (1, 2))),
+    ],
+)
+@pytest.mark.parametrize("ranks", [((0, HEADS),), HALVES])
+def test_stages_with_several_groups_read_each_other(
+    writer: Sequence[Stage], reader: Sequence[Stage], ranks: Sequence[tuple[int, int]]
+) -> None:
+    """Goal: where two engines name blocks alike, each layer has its own bytes, and verified ones;
+    the groups have unlike numbers of layers on a stage, and one has none.
+
+    1. Two ranks in each of the writer's stages fill blocks, which are pulled. 2. One rank or two of
+    each of the reader's copy them.
+    """
+    assert names_by_row(writer) == names_by_row(reader)
+    drawn = np.random.default_rng(0)
+    content: dict[tuple[str, int], Memory] = {}
+    row_bytes = HEADS * HEAD_BYTES
+    arena = np.zeros((BLOCKS, rows_of(writer)[-1][1] * row_bytes), dtype=np.uint8)
+    sums: dict[int, list[int]] = {}
+    for at in range(len(writer)):
+        for heads in HALVES:
+            rank = GroupsRank(writer, at, heads)
+            for name, block, there in rank.layers():
+                whole = drawn.integers(0, 256, (HEADS, HEAD_BYTES), dtype=np.uint8)
+                there[:] = content.setdefault((name, block), whole)[slice(*heads)]
+            copy = BlockCopy(rank.pieces, range(BLOCKS), starts(arena, range(BLOCKS)))
+            COPIER.copy(copy.arena, copy.device, summed=False)
+            found = COPIER.sums(rank.pieces.fine.in_slots(copy.slots), lanes=rank.pieces.lanes)
+            sums |= zip(rank.pieces.share.parts, by_part(found), strict=True)
+    for at in range(len(reader)):
+        for heads in ranks:
+            rank = GroupsRank(reader, at, heads)
+            pieces = rank.pieces
+            where = pieces.fine.in_slots(starts(arena, range(BLOCKS)))
+            found = COPIER.copy(pieces.fine.on_device(range(BLOCKS)), where, lanes=pieces.lanes)
+            theirs = [sums[part] for part in pieces.share.parts]
+            assert by_part(found) == theirs
+            for name, block, there in rank.layers():
+                assert np.array_equal(there, content[name, block][slice(*heads)]), (name, block)
