@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
-from kvbm_common.identity import Hasher, Namespace, of_tenant, pack_hashes
+from kvbm_common.copying.naming import NAMING
+from kvbm_common.identity import Namespace, of_tenant, pack_hashes
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.consolidator import Attach
 
@@ -95,7 +96,7 @@ class EngineProcess:
         self._scheduler = self._make_scheduler(namespace, incarnation) if config.connector else None
         self._engine = SimEngine(
             config,
-            hasher=Hasher(namespace),
+            hasher=NAMING.hasher(namespace),
             device=self._device,
             scheduler=self._scheduler,
             events=self._events,

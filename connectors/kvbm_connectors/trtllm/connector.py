@@ -18,8 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbm_common.config.settings import Settings
+from kvbm_common.copying.naming import NAMING
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import Hasher, of_tenant
+from kvbm_common.identity import of_tenant
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.affinity import unbound
@@ -120,7 +121,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
             on_news=news.set,
         )
         life.leader = self._side = LeaderSide(
-            half, Hasher(namespace), keeper,
+            half, NAMING.hasher(namespace), keeper,
             news=news,
             step_wait_ms=settings.onboard_deadline_ms,
             min_priority=settings.host_offload_prefix_min_priority,

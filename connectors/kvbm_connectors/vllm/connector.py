@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import Hasher, of_tenant
+from kvbm_common.identity import of_tenant
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -134,7 +134,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._scheduler = SchedulerSide(
             self._scheduler_half,
-            Hasher(self._namespace),
+            self._groups[0].hasher,
             world_size=self._world_size,
             rewritten=rewritten_by_drafts(self._vllm_config),
             groups=self._groups,

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from kvbm_common.copying.naming import NAMING
 from kvbm_common.identity import Hasher, Namespace
 from kvbm_common.tier.kv_groups import GroupRun
 from msgspec.structs import replace
@@ -192,7 +193,7 @@ def groups_of(kv_cache_config: Any, namespace: Namespace) -> tuple[KvGroup, ...]
         mode = getattr(layer_spec(spec), "mamba_cache_mode", "")
         found.append(
             KvGroup(
-                Hasher(own),
+                NAMING.hasher(own),
                 window_blocks(spec),
                 chunk_tokens(spec),
                 at,

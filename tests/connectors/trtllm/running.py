@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from kvbm_common.identity import Hasher
 
 from tests.connectors.trtllm.engine import BLOCK_TOKENS, Executor, LlmRequest
 from tests.connectors.trtllm.package import args_of, installed
@@ -19,7 +20,6 @@ from tests.vllm.harness import LiveStack
 from tests.waiting import wait_for
 
 if TYPE_CHECKING:
-    from kvbm_common.identity import Hasher
     from kvbm_connectors.client.scheduler import SchedulerHalf
     from kvbm_connectors.trtllm.leader import LeaderSide
     from kvbm_connectors.trtllm.promises import PromiseKeeper
@@ -105,7 +105,7 @@ def engine_on(
     with installed() as broadcast:
         module = importlib.import_module("kvbm_connectors.trtllm")
         connector = importlib.import_module("kvbm_connectors.trtllm.connector")
-        parts = ("SchedulerHalf", "LeaderSide", "PromiseKeeper", "Hasher")
+        parts = ("SchedulerHalf", "LeaderSide", "PromiseKeeper", "of_tenant")
         made = [recorded(monkeypatch, connector, name) for name in parts]
         workers = []
         for rank in range(ranks):
@@ -115,7 +115,8 @@ def engine_on(
                 leader, leader_args = module.KvbmConnectorLeader(args), args
             workers.append(module.KvbmConnectorWorker(args))
         engine = Engine(leader, workers, **options)
-        [engine.half], [engine.side], [engine.keeper], [engine.hasher] = made
+        [engine.half], [engine.side], [engine.keeper], [namespace, *_] = made
+        engine.hasher = Hasher(namespace)
         life = connector.LIVES.of(leader_args)
         engine.name, engine.incarnation = life.engine, life.incarnation
         try:

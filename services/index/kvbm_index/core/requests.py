@@ -49,8 +49,8 @@ def decoded(codec: JsonCodec[Request], payload: bytes) -> Request:
         raise BadRequest(str(error), error.field) from error
 
 
-def hashes_of(request: MatchRequest) -> Sequence[SequenceHash]:
-    """Return the blocks that a request asks for; raises BadRequest."""
+def hashes_of(request: MatchRequest, hasher: type[Hasher]) -> Sequence[SequenceHash]:
+    """Return the blocks that a request asks for, named by `hasher`; raises BadRequest."""
     if request.hashes is not None and request.tokens is not None:
         raise BadRequest("give hashes or tokens, not both", "tokens")
     try:
@@ -61,7 +61,7 @@ def hashes_of(request: MatchRequest) -> Sequence[SequenceHash]:
         if request.namespace is None:
             raise BadRequest("tokens need a namespace", "namespace")
         extras = request_extras(lora=request.lora, salt=request.salt)
-        found = _hasher(request.namespace).chain(request.tokens, extras=extras)
+        found = _hasher(hasher, request.namespace).chain(request.tokens, extras=extras)
         assert len(found) == len(request.tokens) // request.namespace.block_tokens, len(found)
         return found
     except IdentityError as error:
@@ -69,8 +69,8 @@ def hashes_of(request: MatchRequest) -> Sequence[SequenceHash]:
 
 
 @lru_cache(maxsize=HASHERS_MAX)
-def _hasher(namespace: Namespace) -> Hasher:
-    return Hasher(namespace)
+def _hasher(made_by: type[Hasher], namespace: Namespace) -> Hasher:
+    return made_by(namespace)
 
 
 def encoded(reply: msgspec.Struct) -> bytes:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 from kvbm_common.config.settings import Settings
+from kvbm_common.copying.naming import NAMING
 from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.streams import Partitions
@@ -141,7 +142,7 @@ class PartitionVerbs:
 
     async def _route(self, payload: bytes) -> bytes:
         request = decoded(_route_request, payload)
-        hashes = hashes_of(request)
+        hashes = hashes_of(request, NAMING.hasher)
         tie = hashes[-1] if hashes else self._next_tie()
         lost: list[int] = []
         parts = None

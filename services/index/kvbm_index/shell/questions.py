@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import msgspec
+from kvbm_common.copying.naming import NAMING
 from kvbm_common.nats.verb_server import VerbHandler
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import JsonCodec
@@ -75,12 +76,12 @@ class Questions:
         return encoded(MatchBatchReply(replies=replies))
 
     def _answer(self, request: MatchRequest) -> MatchReply:
-        hashes = hashes_of(request)
+        hashes = hashes_of(request, NAMING.hasher)
         return MatchReply(asked=len(hashes), matches=self._core.match(hashes))
 
     async def score(self, payload: bytes) -> bytes:
         """Answer what a prompt is worth where."""
-        hashes = hashes_of(request := decoded(_score_request, payload))
+        hashes = hashes_of(request := decoded(_score_request, payload), NAMING.hasher)
         scores = self._core.scores(hashes, DEFAULT_WEIGHTS | request.weights)
         return encoded(ScoreReply(asked=len(hashes), scores=scores))
 
@@ -90,7 +91,7 @@ class Questions:
         Raises BadRequest, ReplyTooLarge.
         """
         request = decoded(_where_request, payload)
-        hashes = hashes_of(MatchRequest(hashes=request.hashes))
+        hashes = hashes_of(MatchRequest(hashes=request.hashes), NAMING.hasher)
         blocks, count = [], 0
         for name, holders in zip(request.hashes, self._core.holders_of(hashes), strict=True):
             count += len(holders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from kvbm_common.copying.naming import NAMING
 from kvbm_common.registry.records import ENGINE, Left, RegistryEvent, ServiceRecord
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.routes import RouteReply, RouteRequest
@@ -56,7 +57,7 @@ class Routing:
 
     async def answer_peers(self, payload: bytes) -> bytes:
         """Answer which ranges of a question the host tiers of this partition have."""
-        hashes = hashes_of(decoded(_route_request, payload))
+        hashes = hashes_of(decoded(_route_request, payload), NAMING.hasher)
         return encoded(PeersReply(parts=self._core.peers(hashes)))
 
     def next_tie(self) -> bytes:
@@ -66,7 +67,7 @@ class Routing:
     def _answer(
         self, request: RouteRequest, peers: Sequence[PeerRange] | None = None, tie: str = ""
     ) -> bytes:
-        hashes = hashes_of(request)
+        hashes = hashes_of(request, NAMING.hasher)
         found, left_out = candidates(request, self._core.engines(), self._facts)
         prices = Prices(
             weights=DEFAULT_WEIGHTS | request.weights,
