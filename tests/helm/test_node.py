@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from kvbm_common.access.secret_files import make_private_directory
+from kvbm_common.config.settings import Settings
 
 from tests.helm.chart import VALUES, Document, environ_of, of_kind, pod, render, run_tool
+from tests.helm.checks import settings_of
 from tests.helm.test_chart import MINORS, wrong_fields
 
 DEADLINE_S = 20.0
@@ -160,6 +162,27 @@ def test_the_policy_lets_patched_engines_in() -> None:
     ]
     chosen = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
     assert any(one.items() <= labels.items() for one in chosen)
+
+
+@pytest.mark.parametrize("bucket", ["bucket.name=kv", "bucket.claimName=kv"])
+def test_the_host_tier_knows_the_room_below_it(bucket: str) -> None:
+    """Goal: its bounds follow disk and bucket; the keys of the bucket are not its business."""
+    below = f"node.diskTier.cacheGB=8,bucket.enabled=true,bucket.secretName=keys,{bucket}"
+    settings = settings_of_host_tier("--set", below)
+    assert settings.disk_cache_bytes == 8e9
+    assert settings.object_enabled
+    assert not settings.object_access_key
+    assert not settings.object_secret_key
+    settings = settings_of_host_tier("--set", "node.diskTier.cacheGB=0")
+    assert settings.disk_cache_bytes == 0
+    assert not settings.object_enabled
+
+
+def settings_of_host_tier(*arguments: str) -> Settings:
+    """Return the settings that the host tier of a node starts with."""
+    node = pod(render(*arguments), "node")
+    [container] = [one for one in node.containers if one["name"] == "host-tier"]
+    return settings_of(node, container)
 
 
 def test_the_argument_of_vllm_is_that_of_the_manual() -> None:

@@ -115,7 +115,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* How objects and metrics know that there is a bucket, or a directory instead. */}}
+{{/* How tiers and metrics know that there is a bucket, or a directory instead. */}}
 {{- define "kvbm.bucketEnv" -}}
 {{- with .Values.bucket }}
 {{- if .enabled }}
