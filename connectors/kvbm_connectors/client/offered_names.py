@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 from kvbm_common.identity import SequenceHash
 
@@ -11,23 +11,24 @@ NAMES_MAX = 65_536
 """6 MB. A block that is forgotten is offered again when a prompt meets it on the device, and the
 host tier skips it."""
 GENERATIONS = 8
+YOUNG = GENERATIONS // 2
+"""The newest sets: a name in one of them stays where it is when it is added again."""
 
 
 class OfferedNames:
-    """About NAMES_MAX names, in a few sets; the oldest set makes room.
+    """At most NAMES_MAX names, in a few sets; the oldest set makes room.
 
-    One map of all names, in their order, took two milliseconds of a step whenever it grew.
+    One map of all names, in their order, took two milliseconds of a step whenever it grew. A prompt
+    that is loaded again and again takes the room of two such prompts at most.
     """
 
     def __init__(self) -> None:
         self._epoch = 0
-        self._newest: set[SequenceHash] = set()
-        self._older: deque[set[SequenceHash]] = deque(maxlen=GENERATIONS - 1)
+        self._sets: list[set[SequenceHash]] = [set()]
+        """The newest comes first."""
 
     def __contains__(self, name: SequenceHash) -> bool:
-        if name in self._newest:
-            return True
-        for names in self._older:  # noqa: SIM110 - a generator takes four times as long.
+        for names in self._sets:  # noqa: SIM110 - a generator takes four times as long.
             if name in names:
                 return True
         return False
@@ -36,18 +37,22 @@ class OfferedNames:
         """Forget all names when another life of the host tier serves."""
         if epoch != self._epoch:
             self._epoch = epoch
-            self._newest = set()
-            self._older.clear()
+            self._sets = [set()]
 
     def add(self, names: Iterable[SequenceHash]) -> None:
         """Note that the host tier has these blocks, or will."""
-        self._newest.update(names)
-        if len(self._newest) >= NAMES_MAX // GENERATIONS:
-            self._older.append(self._newest)
-            self._newest = set()
+        left, size = iter(names), NAMES_MAX // GENERATIONS
+        while piece := set(islice(left, size - len(self._sets[0]))):
+            for young in self._sets[:YOUNG]:
+                if not piece.isdisjoint(young):
+                    piece = piece - young  # `-=` would walk all of the other set.
+            self._sets[0].update(piece)
+            if len(self._sets[0]) >= size:
+                self._sets.insert(0, set())
+                del self._sets[GENERATIONS:]
 
     def discard(self, names: Iterable[SequenceHash]) -> None:
         """Forget blocks that the host tier may not have: the next request with them offers them."""
         gone = tuple(names)
-        for kept in (self._newest, *self._older):
+        for kept in self._sets:
             kept.difference_update(gone)
