@@ -31,6 +31,7 @@ PAGE_BYTES = 1024 * 1024
 SHED_NAMES = 8_192
 """Names that are freed at a time, in 0.4 ms."""
 KEPT_S = 30.0
+"""A moment is kept for so long after its last page that was asked for."""
 KEPT_MAX = 8
 """Moments that are kept; each costs some 50 bytes per block."""
 _HASH_BYTES = 35
@@ -57,6 +58,8 @@ class SnapshotPages:
         """Serve the snapshots of `make`: it says what a source holds now, or raises KvbmError."""
         self._make = make
         self._kept: dict[_Moment, list[bytes | Page]] = {}
+        """The least recently asked for comes first."""
+        self._ends: dict[_Moment, asyncio.TimerHandle] = {}
 
     def answer(self, payload: bytes) -> bytes:
         """Return a page as JSON; raises WireError, SnapshotGone and what `make` raises."""
@@ -66,7 +69,7 @@ class SnapshotPages:
             pages = self._kept.get(moment, [])
             if request.page >= len(pages):
                 raise SnapshotGone(f"no page {request.page} of seq {request.seq} is kept")
-            self._kept[moment] = self._kept.pop(moment)  # The least recently asked for goes first.
+            self._keep(moment, pages)
             return _encoded(pages, request.page)
         made = self._make(request)
         if isinstance(made, SnapshotReply):
@@ -74,6 +77,7 @@ class SnapshotPages:
         first = made[0]()
         moment = _moment(request, first.epoch, first.seq)
         if moment in self._kept:  # Replicas ask at the same time.
+            self._keep(moment, self._kept[moment])
             return _encoded(self._kept[moment], 0)
         pages = [_reply.encode(first), *made[1:]]
         if len(pages) > 1:
@@ -81,10 +85,16 @@ class SnapshotPages:
         return _encoded(pages, 0)
 
     def _keep(self, moment: _Moment, pages: list[bytes | Page]) -> None:
+        """Keep a moment for KEPT_S from now, also one that is kept already."""
+        self._forget(moment)
         if len(self._kept) >= KEPT_MAX:
-            del self._kept[next(iter(self._kept))]
+            self._forget(next(iter(self._kept)))
         self._kept[moment] = pages
-        asyncio.get_running_loop().call_later(KEPT_S, self._kept.pop, moment, None)
+        self._ends[moment] = asyncio.get_running_loop().call_later(KEPT_S, self._forget, moment)
+
+    def _forget(self, moment: _Moment) -> None:
+        if self._kept.pop(moment, None) is not None:
+            self._ends.pop(moment).cancel()
 
 
 def _made(page: SnapshotReply) -> Page:

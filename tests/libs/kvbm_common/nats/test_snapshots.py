@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.nats.snapshots import (
     KEPT_MAX,
+    KEPT_S,
     PAGE_BYTES,
     SHED_NAMES,
     SnapshotGone,
@@ -218,6 +219,69 @@ async def test_a_moment_that_is_forgotten_is_an_error() -> None:
         source.answer(msgspec.json.encode(REQUEST))
     with pytest.raises(SnapshotGone, match="no page 1 of seq 1"):
         source.answer(msgspec.json.encode(later))
+
+
+class Clock:
+    """The time of the event loop, which a test moves on; timers that are due run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self.now_s, real = 0.0, loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + self.now_s)
+
+    async def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+        for _ in range(2):
+            await asyncio.sleep(0)
+
+
+def ask_page(source: SnapshotPages, number: int, seq: int = 1) -> int:
+    """Ask for a page, and return its number; raises SnapshotGone."""
+    wanted = msgspec.structs.replace(REQUEST, page=number, epoch=7, seq=seq if number else 0)
+    answer = msgspec.json.decode(source.answer(msgspec.json.encode(wanted)), type=SnapshotReply)
+    assert answer.seq == seq
+    return answer.page
+
+
+async def test_a_moment_is_kept_from_its_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. A slow reader asks for a page every 20 s. 2. It stops. 3. The moment is gone after 30."""
+    source, clock = SnapshotPages(paged), Clock(monkeypatch)
+    ask_page(source, 0)
+    for number in (1, 2, 3, 3, 3):
+        await clock.pass_s(KEPT_S * 2 / 3)
+        assert ask_page(source, number) == number
+    await clock.pass_s(KEPT_S * 2 / 3)
+    assert ask_page(source, 0) == 0  # A second reader begins.
+    await clock.pass_s(KEPT_S * 2 / 3)
+    assert ask_page(source, 1) == 1
+    await clock.pass_s(KEPT_S + 1)
+    with pytest.raises(SnapshotGone):
+        ask_page(source, 1)
+
+
+async def test_a_moment_that_is_kept_again_has_all_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. Others push it out. 2. It is asked for again. 3. The time of its first life ends."""
+    seq = 1
+    source, clock = SnapshotPages(lambda request: paged(request, seq)), Clock(monkeypatch)
+    ask_page(source, 0)
+    await clock.pass_s(KEPT_S / 2)
+    for seq in range(2, 2 + KEPT_MAX):
+        ask_page(source, 0, seq)
+    with pytest.raises(SnapshotGone):
+        ask_page(source, 1)
+    seq = 1
+    ask_page(source, 0)
+    await clock.pass_s(KEPT_S * 2 / 3)
+    assert ask_page(source, 1) == 1
+
+
+def paged(_request: SnapshotRequest, seq: int = 1) -> Pages:
+    """Return a snapshot of four pages."""
+    pages = pages_of(snapshot([20], seq), 300)
+    assert len(pages) == 4
+    return [functools.partial(msgspec.structs.replace, page) for page in pages]
 
 
 async def test_a_small_one_is_whole_and_not_kept() -> None:
