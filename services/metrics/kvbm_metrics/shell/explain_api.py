@@ -65,7 +65,8 @@ async def explain_list(
     request = ExplainListRequest(
         limit=limit, reason=reason or "", engine=engine or "", missed=missed
     )
-    tiers, silent = await api.fleet.to_ask(HOST_TIERS)
+    tiers, lost = await api.fleet.to_ask(HOST_TIERS)
+    silent: list[str] = []
 
     async def of(record: ServiceRecord) -> list[ExplainedView]:
         """Ask one tier; all of them have the same deadline, however many questions it takes."""
@@ -80,11 +81,11 @@ async def explain_list(
 
     views = await asyncio.gather(*map(of, tiers))
     found = [one for listed in views for one in listed]
-    # A newer tier's own is found, unless that tier is silent.
+    # A newer tier's own is found, unless that tier is silent. One may be lost for long.
     if reason and reason not in MEANINGS and not found and not silent:
         raise BadQuery("reason", f"no such reason: {reason}; there are {', '.join(MEANINGS)}")
     found.sort(key=lambda one: one.ts_ms, reverse=True)  # Stable: a tier's own order stays.
-    return ExplainListView(requests=found[:limit], silent=sorted(silent))
+    return ExplainListView(requests=found[:limit], silent=sorted(silent + lost))
 
 
 @router.get("/explanation", tags=["explain"])

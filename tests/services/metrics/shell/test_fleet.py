@@ -90,6 +90,8 @@ async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClie
     for question in ("pins", "explain"):
         said = (await client.get(f"/v1/{question}")).json()
         assert said["silent"] == ["host-tier.b.0: lost"]
+    refused = await client.get("/v1/explain?reason=typo")
+    assert (refused.status_code, refused.json()["code"]) == (422, "bad_query")
     series = 'kvbm_ready{host="b",instance="0",kind="host-tier"}'
 
     async def is_not_ready() -> bool:
