@@ -24,3 +24,11 @@ def pause_s(every_s: float, *, of: str = "", now_s: float | None = None) -> floa
     pause = left_s if left_s >= EARLY * every_s else left_s + every_s
     assert 0 < pause <= (1 + EARLY) * every_s, f"{pause} s of {every_s} s"
     return pause
+
+
+def has_turn(every_s: float, *, of: str, now_s: float | None = None) -> bool:
+    """Tell whether the moment that is nearest, of SHIFTS ones that come every `every_s`, is that of
+    `of`: what wakes together need not all do at once what takes long."""
+    assert every_s > 0, f"a moment each {every_s} s"
+    now_s = time.time() if now_s is None else now_s
+    return round(now_s / every_s) % SHIFTS == zlib.crc32(of.encode()) % SHIFTS

@@ -98,7 +98,7 @@ async def _run_until_signal(kind: str, main: Main, settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop)
-    garbage = Garbage()
+    garbage = Garbage(name=f"{kind}-{settings.instance}")
     garbage.start()
     walking = asyncio.create_task(garbage.run(), name="garbage")
     try:

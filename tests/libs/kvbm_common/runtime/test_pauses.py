@@ -7,7 +7,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.runtime.pauses import EARLY, SHIFTS, pause_s
+from kvbm_common.runtime.pauses import EARLY, SHIFTS, has_turn, pause_s
 
 PERIODS = st.sampled_from((0.1, 1.0, 5 / 3, 20.0))
 TIMES = st.floats(0, 4e9)
@@ -38,3 +38,23 @@ def test_hosts_are_spread_over_the_shifts_of_a_period() -> None:
     assert len(found) == SHIFTS
     assert max(found.values()) < 2 * 800 / SHIFTS
     assert 0.4 < statistics.mean(pauses) < 0.75
+
+
+@given(PERIODS, st.integers(0, 10**6), st.sampled_from(("", "a", "b")), st.floats(-0.4, 0.4))
+def test_one_moment_of_some_is_that_of_a_name(
+    every_s: float, first: int, of: str, late: float
+) -> None:
+    """Goal: a timer that is early or late by less than half a period changes nothing."""
+    moments = range(first, first + 2 * SHIFTS)
+    own = [one for one in moments if has_turn(every_s, of=of, now_s=(one + late) * every_s)]
+    assert len(own) == 2
+    assert own[1] - own[0] == SHIFTS
+
+
+def test_the_services_of_a_host_have_different_moments() -> None:
+    kinds = ("consolidator", "index", "host-tier", "disk-tier", "object-tier", "metrics")
+    turns = [
+        {moment for moment in range(SHIFTS) if has_turn(1.0, of=f"{kind}-0", now_s=float(moment))}
+        for kind in kinds
+    ]
+    assert len(set.union(*turns)) == len(kinds)

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from kvbm_common.runtime.pauses import SHIFTS
+from kvbm_common.service.footprint import MIB, memory_bytes
 from kvbm_common.service.garbage import Garbage, Pace
 
 from tests.waiting import wait_until
@@ -27,6 +29,7 @@ class Node:
 
     def __init__(self) -> None:
         self.itself = self
+        self.page = b""
 
 
 def garbage_of(long_s: float = 0.0) -> Garbage:
@@ -193,6 +196,70 @@ async def _nothing_is_counted() -> None:
         await wait_until(lambda: asked, poll_s=0.2)
 
 
+def a_few_large_cycles_are_due() -> None:
+    """Goal: what cycles hold is bounded, however few they are."""
+    garbage = Garbage(grown=1_000_000, grown_bytes=16 * MIB)
+    garbage.start()
+    try:
+        nodes = [Node() for _ in range(64)]
+        for node in nodes:
+            node.page = b"x" * MIB
+        gc.freeze()
+        nodes.clear()
+        del node
+        assert memory_bytes() > 64 * MIB
+        assert garbage.is_due()
+        garbage.walk()
+        assert not garbage.is_due()
+    finally:
+        garbage.end()
+
+
+def memory_that_fills_is_walked_few_times() -> None:
+    """Goal: four times as much memory in the end, of few objects, takes a walk for each quarter."""
+    garbage = Garbage(grown=1_000_000, grown_bytes=MIB)
+    garbage.start()
+    try:
+        before, table, walks = memory_bytes(), list[bytes](), 0
+        while memory_bytes() < 4 * before:
+            table.append(b"x" * (before // 20))
+            if garbage.is_due():
+                garbage.walk()
+                walks += 1
+        assert 4 <= walks <= 7
+    finally:
+        garbage.end()
+
+
+def services_that_are_idle_together_count_in_turn() -> None:
+    """Goal: each counts in a second of its own, of sixteen, though all have waited for long."""
+    asyncio.run(_services_count_in_turn())
+
+
+async def _services_count_in_turn() -> None:
+    look_s = 0.02
+    counted: dict[str, set[int]] = {"index-0": set(), "host-tier-0": set()}
+
+    class Noted(Garbage):
+        def __init__(self, name: str, pace: Pace) -> None:
+            super().__init__(name=name, pace=pace)
+            self.moments = counted[name]
+
+        def is_due(self) -> bool:
+            self.moments.add(round(time.time() / look_s))
+            return super().is_due()
+
+    pace = Pace(look_s=look_s, count_s=0.0, idle_part=10.0)
+    services = [Noted(name, pace) for name in counted]
+    for one in services:
+        one.start()
+    async with running(services[0]), running(services[1]):
+        await wait_until(lambda: min(map(len, counted.values())) >= 2)
+    turns = [{moment % SHIFTS for moment in moments} for moments in counted.values()]
+    assert [len(one) for one in turns] == [1, 1]
+    assert turns[0] != turns[1]
+
+
 def what_has_left_makes_no_room_for_garbage() -> None:
     """Goal: after a table has gone, as few cycles are due as before it came."""
     garbage = garbage_of(long_s=60)
@@ -221,6 +288,9 @@ PROGRAMS = {
         what_failed_a_moment_ago_is_not_frozen,
         nothing_is_counted_before_the_service_is_idle,
         what_has_left_makes_no_room_for_garbage,
+        a_few_large_cycles_are_due,
+        memory_that_fills_is_walked_few_times,
+        services_that_are_idle_together_count_in_turn,
     )
 }
 
