@@ -29,7 +29,7 @@ class DeclaredSettings(AccessSettings):
         help="Size of the host tier's arena, for all ranks together.")
     cpu_cache_override_num_blocks: int | None = setting(
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", None, schema.integer(0), section="host_tier",
-        unit="blocks", help="Size of the arena in blocks; wins over the size in GB.")
+        unit="blocks", help="Size of the arena in blocks; wins over the size in GB unless 0.")
     staging_gb: float = setting(
         "KVBM_STAGING_GB", 0.25, schema.number(0, inclusive=False), section="host_tier",
         unit="GB", help="Size of the arena when only the disk cache has a size.")
@@ -67,7 +67,7 @@ class DeclaredSettings(AccessSettings):
         help="Size of the disk tier's file.")
     disk_cache_override_num_blocks: int | None = setting(
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", None, schema.integer(0), section="disk_tier",
-        unit="blocks", help="Size of the file in blocks; wins over the size in GB.")
+        unit="blocks", help="Size of the file in blocks; wins over the size in GB unless 0.")
     disk_cache_dirs: tuple[Path, ...] = setting(
         "DYN_KVBM_DISK_CACHE_DIR", (schema.UNSET_DIR,), schema.PATHS, section="disk_tier",
         default_text="`disk` in `KVBM_STATE_DIR`",

@@ -55,7 +55,8 @@ class HostTierLimits:
     disk_bytes: int = 0
     """The size of this host's disk tier (DYN_KVBM_DISK_CACHE_GB)."""
     disk_blocks: int | None = None
-    """Its blocks, where they are chosen (DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS)."""
+    """Its blocks, where they are chosen (DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS); 0 means by
+    size, as in the disk tier."""
     object_blocks: int = 0
     """The blocks of its object tier (DYN_KVBM_OBJECT_NUM_BLOCKS); 0: no object tier."""
     miss_filter: bool = False

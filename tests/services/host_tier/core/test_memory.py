@@ -47,6 +47,7 @@ def sizes_of(host: Host) -> list[float]:
     [
         ({"disk_bytes": 50_000 * SLOT_BYTES}, 50_000),
         ({"disk_blocks": 50_000, "disk_bytes": SLOT_BYTES}, 50_000),
+        ({"disk_blocks": 0, "disk_bytes": 50_000 * SLOT_BYTES}, 50_000),
         ({"disk_blocks": 50_000, "object_blocks": 30_000}, 80_000),
     ],
 )
