@@ -8,9 +8,9 @@ from __future__ import annotations
 
 _BLOCKS = {
     "Block", "BlockColumns", "BlockLookup", "BlockOrder", "SlabPool", "SlotTable",  # tiers
-    "Adaptive", "Contest", "Duel", "Former", "FreeOrder", "Lfu", "Lru", "Miniature",  # policies
-    "Node", "Nodes", "OneByOne", "PrefixPolicy", "RecentNames", "ReuseCurves", "Sketch",
-    "Succession", "Way", "_Chosen", "_Marks", "_Use",
+    "Adaptive", "Contest", "Duel", "Former", "FormerNames", "FreeOrder", "Lfu", "Lru",  # policies
+    "Miniature", "Node", "Nodes", "OneByOne", "PrefixPolicy", "RecentNames", "ReuseCurves",
+    "Sketch", "Succession", "Way", "_Chosen", "_Marks", "_Use",
     "HeldBlock", "RankView", "Run", "Stored", "Removed",  # consolidator, and events
     "Chains", "Segment",  # index
     "RankPieces", "Pieces", "Lanes", "PullPart", "Share",  # of the last 256 parts of engines
