@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections import OrderedDict
+from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -131,12 +132,14 @@ def test_names_that_are_chosen_on_purpose_take_no_more_probes_than_drawn_ones(
 ) -> None:
     """Goal: an engine that names its blocks by a rule makes no note long; half of them leave.
 
-    The factors are drawn anew each time, as a service does.
+    The factors are drawn anew, as a service does: one draw of thirty takes twice as long or more.
     """
-    set_factors(os.urandom(FACTORS_BYTES))
-    chosen = [name_at(number * distance) for number in range(2_000)]
-    lines = lines_run(NameHistory(1_000), drawn_names("drawn", 2_000))
-    assert lines_run(NameHistory(1_000), chosen) < 1.5 * lines
+    chosen, drawn = [name_at(number * distance) for number in range(2_000)], drawn_names("", 2_000)
+    shares = []
+    for _ in range(5):
+        set_factors(os.urandom(FACTORS_BYTES))
+        shares.append(lines_run(NameHistory(1_000), chosen) / lines_run(NameHistory(1_000), drawn))
+    assert median(shares) < 1.5, shares
 
 
 def test_a_history_that_is_made_smaller_before_its_first_note_takes_what_is_declared() -> None:
