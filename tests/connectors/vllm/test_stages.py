@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvbm_connectors.vllm.kv_groups import grouping_of
 from kvbm_connectors.vllm.stages import Stage, UncutShape, names_by_row, rows_of, stages_of
 
 from tests.connectors.vllm.pipeline import divided
@@ -117,6 +118,28 @@ def test_rows_without_gaps_are_those_of_one_stage() -> None:
     assert names_by_row(more)[0] == [
         "model.layers.0.self_attn.attn", "", "model.layers.3.self_attn.attn"
     ]  # fmt: skip
+
+
+@dataclass
+class SlidingWindowSpec:
+    """vllm.v1.kv_cache_interface, by the name of its class."""
+
+    block_size: int = 4
+    sliding_window: int = 9
+
+
+def test_windows_in_every_layer_have_one_name_on_all_stages() -> None:
+    """Goal: the host tier takes the ranks of all stages for one engine; one without stages shares
+    its blocks."""
+    halves, alone = (Model.of(["window"] * 4, ends, {}) for ends in ([2, 4], [4]))
+    found = set()
+    for model, stage in ((halves, 0), (halves, 1), (alone, 0)):
+        [names] = model.told(stage)
+        group = SimpleNamespace(kv_cache_spec=SlidingWindowSpec(), layer_names=list(names))
+        cache = SimpleNamespace(kv_cache_groups=[group])
+        found.add(grouping_of(cache, names_by_row(model.found(stage))))
+    [grouping] = found
+    assert grouping.startswith("/groups-")
 
 
 def test_what_cannot_be_told_is_refused() -> None:
