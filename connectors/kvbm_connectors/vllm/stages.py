@@ -12,7 +12,8 @@ types, and without them all layers are of one.
 A block has a row for each layer of its group. All groups of a stage lie over each other, so a stage
 has as many rows as its largest group there, and other groups leave some empty.
 
-A process refuses where it cannot tell, or finds other layers on its stage than vLLM has told it.
+All processes refuse alike where a stage has no layer of some type: it cannot tell the others'. A
+process refuses that finds other layers on its stage than vLLM has told it.
 The stages are part of the namespace: processes that find different ones never share a block.
 """
 
@@ -73,15 +74,17 @@ def stages_of(config: Any, kv_cache_config: Any) -> tuple[Stage, ...]:
     types = _types(model, layers)
     borders = [get_pp_indices(layers, stage, count) for stage in range(count)]
     first, end = model.get_layers_start_end_indices(config.parallel_config)
+    if any(set(types[slice(*border)]) != set(types) for border in borders):
+        raise UncutShape("pipeline parallelism: a stage has no layer of some type")
     specs = [group.kv_cache_spec for group in groups]
     firsts = [specs.index(spec) for spec in specs]
     patterns = _patterns(firsts, told, types, range(first, end))
-    dealt = _dealt(firsts, [patterns.get(one, ()) for one in types])
+    dealt = _dealt(firsts, [patterns[one] for one in types])
     stages = tuple(
         Stage(tuple(_between(group, *border) for group in dealt), types[slice(*border)])
         for border in borders
     )
-    if not set(types) <= patterns.keys() or stages[borders.index((first, end))].groups != told:
+    if stages[borders.index((first, end))].groups != told:
         raise UncutShape("pipeline parallelism: the KV layers of other stages cannot be told")
     return stages
 

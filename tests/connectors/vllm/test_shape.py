@@ -204,11 +204,12 @@ def test_stages_with_states_are_a_part_each(pipeline: list[tuple[int, int]], ran
     assert shapes[0] == shapes[1]
     assert parts(shapes[0]) == [(rank,) for rank in range(2 * ranks)]
     assert (shapes[0].name, shapes[0].distinct_ranks) == (f"2x1x{ranks}", ranks)
-    pipeline[:] = [(0, 3), (3, 4)]
+    pipeline[:] = [(0, 3), (3, 5)]
     cache = cache_of(MambaSpec(), spec_of(1), layers=3)
     cache.kv_cache_groups[0].layer_names = cache.kv_cache_groups[0].layer_names[::2]
     cache.kv_cache_groups[1].layer_names = cache.kv_cache_groups[1].layer_names[1:2]
-    config = config_of(1, 2, types=types)
+    config = config_of(1, 2, types=[*types, "mamba"])
+    config.model_config.get_total_num_hidden_layers = lambda: 5
     config.model_config.get_layers_start_end_indices = lambda _: (0, 3)
     with pytest.raises(UncutShape, match="not alike: they end after 2"):
         shape_of(config, cache, drafts=False)

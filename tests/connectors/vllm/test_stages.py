@@ -145,11 +145,13 @@ def test_windows_in_every_layer_have_one_name_on_all_stages() -> None:
 def test_what_cannot_be_told_is_refused() -> None:
     """Goal: no stage is guessed.
 
-    1. A type that the stage does not have. 2. Layers in other groups than they are dealt to. 3. A
+    1. A type that a stage does not have, in all processes alike. 2. Layers in other groups than they are dealt to. 3. A
     layer of another stage, and one without a number. 4. One type with several sets of KV layers.
     """
-    with pytest.raises(UncutShape, match="cannot be told"):
-        Model.of(["window", "window", "full"], [2, 3], {}).found(0)
+    lacking = Model.of(["window", "full", "window", "window"], [2, 4], {})
+    for stage in range(2):
+        with pytest.raises(UncutShape, match="no layer of some type"):
+            lacking.found(stage)
     model = Model.of(["window", "full"] * 4, [4, 8], {"window": 2})
     first, second, full = model.told(0)
     with pytest.raises(UncutShape, match="cannot be told"):
