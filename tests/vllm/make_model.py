@@ -156,6 +156,27 @@ def sizes(arguments: argparse.Namespace) -> Any:
     return Gemma4ForCausalLM(config)
 
 
+def shared(arguments: argparse.Namespace) -> Any:
+    """As Gemma 3n: windows beside full attention, and two last layers that read the KV of others
+    and have none."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    config = Gemma3nTextConfig(
+        **common(arguments) | {"num_hidden_layers": 6, "tie_word_embeddings": True},
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=arguments.vocab,
+        hidden_size_per_layer_input=32,
+        altup_num_inputs=2,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.0] * 6,
+    )
+    return Gemma3nForCausalLM(config)
+
+
 def states(arguments: argparse.Namespace) -> Any:
     """As Granite 4: Mamba-2 layers, and a last one with full attention."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
@@ -203,7 +224,7 @@ def delta(arguments: argparse.Namespace) -> Any:
 
 KINDS = {
     make.__name__: make
-    for make in (full, windowed, sliding, latent, sinks, chunks, sizes, states, delta)
+    for make in (full, windowed, sliding, latent, sinks, chunks, sizes, shared, states, delta)
 }
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -285,11 +287,20 @@ def _next() -> Command | None:
     return None if command.what == "stop" else command
 
 
+def interpret_triton() -> None:
+    """Have vLLM's CPU build find Triton usable: `TRITON_INTERPRET` needs no back end."""
+    found = importlib.import_module("triton.backends").backends
+    driver = SimpleNamespace(is_active=lambda: False)
+    found["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+
+
 def main() -> None:
     """Serve until told to stop. vLLM writes to stdout too: our lines go to a copy of it."""
     faulthandler.register(signal.SIGUSR1)
     ours = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
+    if "TRITON_INTERPRET" in os.environ:
+        interpret_triton()
     plants.arrange()
 
     def say(reply: Reply) -> None:

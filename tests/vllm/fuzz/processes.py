@@ -47,6 +47,8 @@ class FuzzEngine(LineProcess[Command, Reply]):
                 "method": "draft_model", "model": str(model), "num_speculative_tokens": shape.drafts
             }  # fmt: skip
         own = {"VLLM_CPU_OMP_THREADS_BIND": shape.threads, "TORCHDYNAMO_DISABLE": "1"}
+        if shape.runner_v2:
+            own |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
         if settings is not None:
             transfer: dict[str, object] = dict(SHIPPED)
             more = dict(shape.extra) | dict(extra or {})

@@ -39,6 +39,9 @@ class Shape:
     reloads: bool = True
     """vLLM answers after `reload_weights` as when it was started with those weights. With attention
     sinks it does not."""
+    runner_v2: bool = False
+    """vLLM's newer model runner, its default on GPUs. Triton's interpreter runs its kernels,
+    but for those of grammars and random samples."""
     second: bool = False
     """Another engine on the same stack answers some requests."""
     slow: float = 1.0
@@ -124,6 +127,7 @@ SHAPES = {
         Shape(name="sinks", kind="sinks", stack=MEMORY, reloads=False),
         Shape(name="chunks", kind="chunks", stack=SMALL, second=True),
         Shape(name="sizes", kind="sizes", stack=SMALL, second=True),
+        Shape(name="shared", kind="shared", stack=SMALL, second=True),
         Shape(name="states", kind="states", block_tokens=64, stack=MEMORY, arguments=STATES),
         Shape(
             name="states-tiny", kind="states", block_tokens=64, blocks=28, model_tokens=640,
@@ -132,6 +136,18 @@ SHAPES = {
         Shape(
             name="delta", kind="delta", block_tokens=64, blocks=48, stack=EVICTING,
             arguments={"dtype": "bfloat16"}, rounding=0.1,
+        ),
+        Shape(
+            name="v2", blocks=64, stack=MEMORY, runner_v2=True, only_greedy=True, grammars=False
+        ),
+        Shape(
+            name="v2-spec", blocks=64, stack=MEMORY, runner_v2=True, drafts=2, only_greedy=True,
+            grammars=False,
+        ),
+        Shape(
+            name="v2-hybrid", kind="windowed", blocks=72, model_tokens=640, stack=EVICTING,
+            runner_v2=True, only_greedy=True, grammars=False,
+            arguments={"max_num_batched_tokens": 128},
         ),
         Shape(name="evicting", blocks=64, stack=EVICTING, second=True),
         Shape(name="disk", blocks=64, stack=DISK_ONLY),
