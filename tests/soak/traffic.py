@@ -97,9 +97,11 @@ class Traffic:
             await asyncio.sleep(self._rng.uniform(*MOVE_S))
             number = self._rng.randrange(RESIDENTS)
             gone, self.residents[number] = self.residents[number], await self._come()
-            if self._rng.random() < 0.5:
-                await gone.kill()
-            await gone.stop()
+            try:
+                if self._rng.random() < 0.5:
+                    await gone.kill()
+            finally:
+                await gone.stop()
             self._tidy(gone.config.name)
 
     def _tidy(self, name: str) -> None:

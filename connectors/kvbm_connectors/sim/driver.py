@@ -92,7 +92,12 @@ class EngineHandle:
         self._socket.connect(f"ipc://{self.config.directory}/{self.config.name}.sock")
         self._reader = asyncio.create_task(self._read(), name=f"{self.config.name} reader")
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.config.name} watcher")
-        started = await self._ask("hello", Started, deadline_s=START_DEADLINE_S)
+        try:
+            started = await self._ask("hello", Started, deadline_s=START_DEADLINE_S)
+        except asyncio.CancelledError:  # Those who started it do not know of it yet.
+            await self.kill()
+            await self._let_go()
+            raise
         return started.attached
 
     async def _read(self) -> None:

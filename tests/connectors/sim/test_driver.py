@@ -122,6 +122,19 @@ async def test_engines_whose_stop_is_broken_off_are_killed(tmp_path: Path) -> No
     await engine.kill()  # Its exit is heard before the loop ends.
 
 
+async def test_an_engine_whose_start_is_broken_off_is_killed(tmp_path: Path) -> None:
+    """Goal: an engine that no one has got yet keeps neither process nor socket."""
+    engine = EngineHandle(config_of(tmp_path))
+    starting = asyncio.create_task(engine.start())
+    await wait_until(lambda: engine.pid)
+    pid = engine.pid
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not lives(pid)
+    await engine.stop()  # As those do who stop all engines that they have named.
+
+
 @pytest.mark.slow
 async def test_an_engine_whose_stop_fails_keeps_no_other_from_its_end(tmp_path: Path) -> None:
     class Broken(EngineHandle):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -49,8 +49,10 @@ def decoded(codec: JsonCodec[Request], payload: bytes) -> Request:
         raise BadRequest(str(error), error.field) from error
 
 
-def hashes_of(request: MatchRequest, hasher: type[Hasher]) -> Sequence[SequenceHash]:
-    """Return the blocks that a request asks for, named by `hasher`; raises BadRequest."""
+def hashes_of(
+    request: MatchRequest, hasher_of: Callable[[Namespace], Hasher]
+) -> Sequence[SequenceHash]:
+    """Return the blocks that a request asks for, named by `hasher_of`; raises BadRequest."""
     if request.hashes is not None and request.tokens is not None:
         raise BadRequest("give hashes or tokens, not both", "tokens")
     try:
@@ -61,7 +63,7 @@ def hashes_of(request: MatchRequest, hasher: type[Hasher]) -> Sequence[SequenceH
         if request.namespace is None:
             raise BadRequest("tokens need a namespace", "namespace")
         extras = request_extras(lora=request.lora, salt=request.salt)
-        found = _hasher(hasher, request.namespace).chain(request.tokens, extras=extras)
+        found = _kept(hasher_of, request.namespace).chain(request.tokens, extras=extras)
         assert len(found) == len(request.tokens) // request.namespace.block_tokens, len(found)
         return found
     except IdentityError as error:
@@ -69,8 +71,8 @@ def hashes_of(request: MatchRequest, hasher: type[Hasher]) -> Sequence[SequenceH
 
 
 @lru_cache(maxsize=HASHERS_MAX)
-def _hasher(made_by: type[Hasher], namespace: Namespace) -> Hasher:
-    return made_by(namespace)
+def _kept(hasher_of: Callable[[Namespace], Hasher], namespace: Namespace) -> Hasher:
+    return hasher_of(namespace)
 
 
 def encoded(reply: msgspec.Struct) -> bytes:
