@@ -2,8 +2,9 @@
 
 vLLM deals the layers of one spec out to as many groups as it needs, over the whole model. Then it
 tells each process the layers of its own stage, and the scheduler those of the first one. The rest
-follows from these: layers of one type have the same KV layers. The model's configuration has the
-types, and without them all layers are of one.
+follows from these: layers of one type have the same KV layers, of the same bytes. The model's
+configuration has the types. Without them all layers are of one, and so they are where the layers of
+this stage are alike and all in one group.
 
     layers    0 window   1 window   2 full  |  3 window   4 window   5 full
     groups    a          b          c       |  a          b          c
@@ -20,17 +21,20 @@ The stages are part of the namespace: processes that find different ones never s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from kvbm_common.errors import KvbmError
 
+from kvbm_connectors.vllm.kv_groups import layer_spec
+
 EMPTY = ""
 """The name in a row that a group leaves empty."""
-Pattern = tuple[int, str]
-"""The first group with a layer's spec, and the layer's name without its number."""
+Pattern = tuple[int, str, int]
+"""The first group with a layer's spec, the layer's name without its number, and what stands for its
+bytes."""
 
 
 class UncutShape(KvbmError):
@@ -74,11 +78,14 @@ def stages_of(config: Any, kv_cache_config: Any) -> tuple[Stage, ...]:
     types = _types(model, layers)
     borders = [get_pp_indices(layers, stage, count) for stage in range(count)]
     first, end = model.get_layers_start_end_indices(config.parallel_config)
+    specs = [layer_spec(group.kv_cache_spec) for group in groups]
+    firsts = [specs.index(spec) for spec in specs]
+    found = _kv_layers(firsts, told, _strides(kv_cache_config), range(first, end))
+    if len(groups) == 1 and told[0] and len({*found.values()}) == 1:
+        types = ("",) * layers
     if any(set(types[slice(*border)]) != set(types) for border in borders):
         raise UncutShape("pipeline parallelism: a stage has no layer of some type")
-    specs = [group.kv_cache_spec for group in groups]
-    firsts = [specs.index(spec) for spec in specs]
-    patterns = _patterns(firsts, told, types, range(first, end))
+    patterns = _patterns(found, types)
     dealt = _dealt(firsts, [patterns[one] for one in types])
     stages = tuple(
         Stage(tuple(_between(group, *border) for group in dealt), types[slice(*border)])
@@ -116,10 +123,17 @@ def _types(model: Any, layers: int) -> tuple[str, ...]:
     return ("",) * layers
 
 
-def _patterns(
-    firsts: Sequence[int], told: Sequence[Sequence[str]], types: Sequence[str], here: range
-) -> dict[str, tuple[Pattern, ...]]:
-    """Return which KV layers a layer of each type has, by those of this stage."""
+def _strides(kv_cache_config: Any) -> dict[str, int]:
+    """Return the bytes from one KV layer to the next in the tensor that has it, which differ for
+    layers of other sizes. vLLM's scheduler knows no spec but that of a group's first layer."""
+    tensors = getattr(kv_cache_config, "kv_cache_tensors", ())
+    return {name: int(one.layer_stride) for one in tensors for name in one.layers}
+
+
+def _kv_layers(
+    firsts: Sequence[int], told: Sequence[Sequence[str]], strides: Mapping[str, int], here: range
+) -> dict[int, tuple[Pattern, ...]]:
+    """Return which KV layers each layer of this stage has."""
     found: dict[int, list[Pattern]] = {layer: [] for layer in here}
     for first, names in zip(firsts, told, strict=True):
         for name in names:
@@ -128,10 +142,17 @@ def _patterns(
             if len(numbers) != 1 or numbers[0] not in found:
                 raise UncutShape(f"pipeline parallelism: {name} is no layer of this stage")
             plain = ".".join("*" if word.isdigit() else word for word in words)
-            found[numbers[0]].append((first, plain))
+            found[numbers[0]].append((first, plain, strides.get(name, 0)))
+    return {layer: tuple(one) for layer, one in found.items()}
+
+
+def _patterns(
+    found: Mapping[int, tuple[Pattern, ...]], types: Sequence[str]
+) -> dict[str, tuple[Pattern, ...]]:
+    """Return which KV layers a layer of each type has, by those of this stage."""
     patterns: dict[str, tuple[Pattern, ...]] = {}
     for layer, one in found.items():
-        if sorted(patterns.setdefault(types[layer], tuple(one))) != sorted(one):
+        if sorted(patterns.setdefault(types[layer], one)) != sorted(one):
             raise UncutShape("pipeline parallelism: layers of one type have different KV layers")
     return patterns
 
@@ -142,7 +163,7 @@ def _dealt(
     """Return the layers of each group over the whole model, as vLLM deals them out."""
     by_spec: dict[int, list[tuple[int, str]]] = {first: [] for first in firsts}
     for layer, pattern in enumerate(patterns):
-        for first, plain in pattern:
+        for first, plain, _ in pattern:
             by_spec[first].append((layer, plain.replace("*", str(layer))))
     counts = Counter(firsts)
     return [

@@ -55,8 +55,9 @@ def cache_of(
     """A KVCacheConfig with a group for each spec, and a tensor for each group."""
     names = [f"model.layers.{number}.self_attn.attn" for number in range(first, first + layers)]
     groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for spec in specs]
+    tensors = [SimpleNamespace(layers=names, layer_stride=PAGE) for _ in groups]
     return SimpleNamespace(
-        kv_cache_groups=groups, kv_cache_tensors=[None] * len(groups), kv_cache_layout=layout,
+        kv_cache_groups=groups, kv_cache_tensors=tensors, kv_cache_layout=layout,
         kv_tp_replicas=replicas,
     )  # fmt: skip
 

@@ -60,12 +60,27 @@ class Model:
             for _, layers in self.groups
         )
 
-    def found(self, stage: int, *, told: Any = None) -> tuple[Stage, ...]:
-        """The stages as a process of that one finds them."""
+    def found(
+        self, stage: int, *, told: Any = None, packed: bool = False, large: Sequence[str] = ()
+    ) -> tuple[Stage, ...]:
+        """The stages as a process of that one finds them.
+
+        `packed`: groups have the specs of all their layers, as a worker's may. `large` layers have
+        more bytes than others.
+        """
         groups = [
             SimpleNamespace(layer_names=list(names), kv_cache_spec=spec)
             for (spec, _), names in zip(self.groups, told or self.told(stage), strict=True)
         ]
+        tensors = [
+            SimpleNamespace(layers=[name], layer_stride=64 if name in large else 32)
+            for group in groups
+            for name in group.layer_names
+        ]
+        for (spec, layers), group in zip(self.groups, groups, strict=True):
+            if packed:
+                names = group.layer_names or [name for _, name in layers]
+                group.kv_cache_spec = SimpleNamespace(kv_cache_specs=dict.fromkeys(names, spec))
         model = SimpleNamespace(
             get_total_num_hidden_layers=lambda: len(self.types),
             get_layers_start_end_indices=lambda _: self.borders[stage],
@@ -74,7 +89,8 @@ class Model:
         parallel = SimpleNamespace(pipeline_parallel_size=len(self.borders))
         config = SimpleNamespace(model_config=model, parallel_config=parallel)
         with divided(self.borders):
-            return stages_of(config, SimpleNamespace(kv_cache_groups=groups))
+            cache = SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=tensors)
+            return stages_of(config, cache)
 
 
 @st.composite
@@ -92,10 +108,12 @@ def models(draw: st.DrawFn) -> Model:
 
 @given(models())
 def test_each_process_finds_the_stages_of_all(model: Model) -> None:
-    """Goal: the scheduler and the ranks of every stage agree on rows and names."""
+    """Goal: the scheduler and the ranks of every stage agree on rows and names, also where ranks
+    know the specs of all layers, and the scheduler one of each group."""
     reference = [model.told(stage) for stage in range(len(model.borders))]
     for stage in range(len(model.borders)):
         assert [one.groups for one in model.found(stage)] == reference
+        assert model.found(stage, packed=True) == model.found(stage)
     stages = model.found(0)
     for group, rows in enumerate(names_by_row(stages)):
         for (first, end), one in zip(rows_of(stages), reference, strict=True):
@@ -142,11 +160,24 @@ def test_windows_in_every_layer_have_one_name_on_all_stages() -> None:
     assert grouping.startswith("/groups-")
 
 
+def test_layers_alike_in_one_group_need_no_types() -> None:
+    """Goal: where all layers have one kind of KV, stages may have types that others have not."""
+    names = [(layer, f"model.layers.{layer}.self_attn.attn") for layer in range(4)]
+    model = Model(["window"] * 2 + ["full"] * 2, [("full", names)], [(0, 2), (2, 4)])
+    for stage in range(2):
+        assert [one.groups for one in model.found(stage)] == [model.told(0), model.told(1)]
+    assert model.found(0) == model.found(1)
+    gap = Model([*model.types[:3], "none"], [("full", names[:3])], model.borders)
+    with pytest.raises(UncutShape, match="no layer of some type"):
+        gap.found(1)
+
+
 def test_what_cannot_be_told_is_refused() -> None:
     """Goal: no stage is guessed.
 
-    1. A type that a stage does not have, in all processes alike. 2. Layers in other groups than they are dealt to. 3. A
-    layer of another stage, and one without a number. 4. One type with several sets of KV layers.
+    1. A type that a stage does not have, in all processes alike. 2. Layers in other groups than
+    they are dealt to. 3. A layer of another stage, and one without a number. 4. One type with
+    several sets of KV layers, or KV layers of several sizes.
     """
     lacking = Model.of(["window", "full", "window", "window"], [2, 4], {})
     for stage in range(2):
@@ -161,3 +192,7 @@ def test_what_cannot_be_told_is_refused() -> None:
             model.found(0, told=((name,), second, full))
     with pytest.raises(UncutShape, match="different KV layers"):
         model.found(0, told=((), second, full))
+    for large in (first[:1], full[:1]):
+        with pytest.raises(UncutShape, match="different KV layers"):
+            model.found(0, large=large)
+    assert model.found(0, large=full) == model.found(0)
