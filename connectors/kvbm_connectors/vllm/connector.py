@@ -42,7 +42,7 @@ from kvbm_connectors.vllm.namespace import (
     stream_of,
 )
 from kvbm_connectors.vllm.options import Options, recompute_failed_loads
-from kvbm_connectors.vllm.plan import NEWS, StepPlan
+from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.vllm.ranks import watch_ranks
 from kvbm_connectors.vllm.resets import Generations, PrefixCacheWatch, weights_are_pushed
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
@@ -77,9 +77,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._lend: Callable[[], None] = lambda: None
         self._parked = False
         self._passing: PassThrough | None = None
+        self._refused: StepReport | None = None
         self._groups: tuple[KvGroup, ...] = ()
-        refusal = refusal_of(vllm_config, kv_cache_config)
-        if refusal:
+        if refusal := refusal_of(vllm_config, kv_cache_config):
             self._pass_through(role, refusal)
             return
         try:
@@ -105,13 +105,15 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._start_scheduler()
 
     def _pass_through(self, role: Any, reason: str) -> None:
-        """Compute without a cache, and tell operators why."""
+        """Compute without a cache, and tell operators why; a worker tells the scheduler half."""
         log.warning("KVBM passes through: %s", reason)
         if role == KVConnectorRole.SCHEDULER:
             attach = pass_through_of(self._vllm_config, reason)
             with unbound():
                 self._passing = PassThrough(attach, self._options.settings.consolidator_endpoint)
                 self._passing.start()
+        else:
+            self._refused = StepReport(passes_through=reason)
 
     def _start_scheduler(self) -> None:
         settings = self._options.settings
@@ -121,17 +123,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not stream.endpoint:
             log.info("vLLM publishes no KV events: its device blocks will not be in the index")
         self._scheduler_half = half = SchedulerHalf(
-            engine=self._life.engine,
-            incarnation=self._life.incarnation,
-            namespace=self._namespace,
+            engine=self._life.engine, incarnation=self._life.incarnation,
+            namespace=self._namespace, group_namespaces=self._group_namespaces,
             host_tier_endpoint=settings.host_tier_endpoint,
             consolidator_endpoint=settings.consolidator_endpoint,
-            streams=[stream],
-            world_size=self._world_size,
-            limits=self._options.limits,
+            streams=[stream], world_size=self._world_size, limits=self._options.limits,
             on_news=NEWS.set,
-            group_namespaces=self._group_namespaces,
-        )
+        )  # fmt: skip
         self._scheduler = SchedulerSide(
             self._scheduler_half,
             self._groups[0].hasher,
@@ -392,8 +390,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.bad_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KvbmWorkerMetadata | None:
-        """Report how loads ended, so that what failed is not offered again."""
-        report = self._worker.report() if self._worker is not None else None
+        """Report how loads ended, so that what failed is not offered again; or a refusal, once."""
+        report, self._refused = self._refused, None
+        if self._worker is not None:
+            report = self._worker.report()
         return KvbmWorkerMetadata(report) if report is not None else None
 
 

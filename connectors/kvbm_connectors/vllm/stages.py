@@ -14,7 +14,8 @@ A block has a row for each layer of its group. All groups of a stage lie over ea
 has as many rows as its largest group there, and other groups leave some empty.
 
 All processes refuse alike where a stage has no layer of some type: it cannot tell the others'. A
-process refuses that finds other layers on its stage than vLLM has told it.
+process refuses that finds other layers on its stage than vLLM has told it. A worker that refuses
+alone tells the scheduler so.
 The stages are part of the namespace: processes that find different ones never share a block.
 """
 
