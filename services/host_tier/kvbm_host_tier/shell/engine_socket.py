@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -29,6 +30,8 @@ SOCKET_HWM = 10_000
 """Messages per engine that wait in a socket; an engine that does not read loses the rest."""
 TURN_MAX = 64
 """Messages that are taken before other tasks have their turn."""
+TURN_NS = 2_000_000
+"""The longest that they are taken for, beside the message that is being taken."""
 
 IPC = "ipc://"
 
@@ -162,8 +165,22 @@ class EngineSocket:
         """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
+        is_due = False
+
+        def read_soon() -> None:
+            """Have one read in the next turn, however many sends have asked for it."""
+            nonlocal is_due
+            if not is_due:
+                is_due = True
+                loop.call_soon(read)
+
+        def look() -> None:
+            if not is_due:
+                read()
 
         def read() -> None:
+            nonlocal is_due
+            is_due = False
             if ended.done():
                 return
             try:
@@ -173,12 +190,12 @@ class EngineSocket:
                 ended.set_exception(error)
                 return
             if not is_empty:
-                loop.call_soon(read)
+                read_soon()
 
-        self._read_soon = lambda: loop.call_soon(read)
+        self._read_soon = read_soon
         descriptor = self._socket.getsockopt(zmq.FD)
         assert isinstance(descriptor, int), f"ZMQ's descriptor is {descriptor!r}"
-        loop.add_reader(descriptor, read)
+        loop.add_reader(descriptor, look)
         try:
             self._read_soon()
             await ended
@@ -188,7 +205,10 @@ class EngineSocket:
 
     def _read(self, on_message: Callable[[bytes, ToHostTier], bool]) -> bool:
         """Take what has arrived; False: there may be more, and others have their turn first."""
-        for _ in range(TURN_MAX):
+        until_ns = time.monotonic_ns() + TURN_NS
+        for count in range(TURN_MAX):
+            if count and time.monotonic_ns() >= until_ns:
+                break
             try:
                 connection, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -13,6 +13,7 @@ from kvbm_common.runtime.fair_queue import FRESH_MAX
 from kvbm_common.runtime.loop import (
     BURST_MAX,
     BURST_MS,
+    FRESH_NS,
     LANE_TURN_NS,
     QUIET_TICK_MS,
     CoreLoop,
@@ -476,6 +477,38 @@ async def test_lanes_that_come_without_end_delay_neither_completions_nor_others(
             await asyncio.sleep(0)
     for event, bound in (("pulled 1", 2), ("lease 1 of 0", 3), ("lease 1 of 1", 4)):
         assert core.seen.index(event) <= bound * FRESH_MAX, core.seen.index(event)
+
+
+@pytest.mark.parametrize(
+    ("turns", "steps"), [(0.01, FRESH_MAX), (1, FRESH_NS // LANE_TURN_NS), (100, 1)]
+)
+async def test_lanes_that_ask_again_at_once_wait_for_the_next_burst(
+    turns: float, steps: int
+) -> None:
+    """Goal: the bounds of what is answered between two bursts hold for all turns together.
+
+    1. An effect has its turns. 2. Four lanes ask again as soon as they are answered, each in a turn
+    of its own: the queue is empty again and again. 3. The rest waits for the burst of `run`.
+    """
+    landed = asyncio.Event()
+
+    async def pull(effect: str) -> None:
+        for number in range(10 * FRESH_MAX):
+            loop.hand_in(f"lookup {turns}", lane=number % 4)
+            loop.turn_nowait()
+        between.append(len(core.seen) - 1)
+        loop.complete("pulled 0")
+        await landed.wait()
+
+    between = list[int]()
+    core, loop = make_costly(pull)
+    loop.offer_nowait("offer 1!", lane="loud")
+    async with running(loop):
+        await wait_until(lambda: "pulled 0" in core.seen, deadline_s=DEADLINE_S)
+        landed.set()
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert between == [steps]
+    assert core.seen.index("pulled 0") == 1 + steps
 
 
 async def test_a_lane_takes_half_of_the_queue_at_most() -> None:
