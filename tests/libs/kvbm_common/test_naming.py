@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -42,6 +45,7 @@ IDS = st.integers(0, 2**32 - 1) | st.sampled_from([0, 127, 128, 255, 256, 2**16 
 OTHERS = st.integers(-(2**63), -1) | st.integers(2**32, 2**64 - 1) | st.floats() | st.lists(IDS)
 EXTRA: Extras = ((ExtraTag.SALT, b"blue"),)
 PARENT = SequenceHash(bytes(range(16)))
+DEADLINE_S = 10
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,38 @@ def test_library_refuses_a_parent_that_is_no_hash(naming: Naming) -> None:
     hasher = naming.hasher(Namespace(model="m", block_tokens=1))
     with pytest.raises(IdentityError):
         hasher.chain(range(BLOCKS_MIN), parent=SequenceHash(b"short"))
+
+
+@pytest.mark.parametrize("first", [{}, {0: EXTRA}])
+def test_library_takes_a_parent_in_other_memory(
+    naming: Naming, first: Mapping[int, Extras]
+) -> None:
+    """A name out of a buffer is a parent like any other, as it is for Python."""
+    namespace, tokens = Namespace(model="m", block_tokens=1), range(2 * BLOCKS_MIN)
+    parent = SequenceHash(cast("bytes", bytearray(PARENT)))
+    wanted = Hasher(namespace).chain(tokens, parent=PARENT, extras=first)
+    assert naming.hasher(namespace).chain(tokens, parent=parent, extras=first) == wanted
+
+
+def test_threads_read_their_own_ids(naming: Naming) -> None:
+    """Goal: what another thread reads between two lines of a call changes nothing in it."""
+    read, others = read_tokens(naming), msgspec.msgpack.encode([2] * 8)
+
+    def beside(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            other = threading.Thread(target=read, args=(others,))
+            other.start()
+            other.join(DEADLINE_S)
+            assert not other.is_alive()
+        return beside if frame.f_code.co_name == "read_tokens" else None
+
+    before = sys.gettrace()
+    sys.settrace(beside)
+    try:
+        found = read(msgspec.msgpack.encode([1] * 8))
+    finally:
+        sys.settrace(before)
+    assert found == pack_tokens([1] * 8)
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -74,20 +75,28 @@ def native_naming(path: Path = LIBRARY) -> Naming:
             first: list[SequenceHash] = []
             if apart:
                 first = super().chain(_ids(packed[: apart * size]), parent=parent, extras=extras)
-            before = first[-1] if first else self.root if parent is None else check_hash(parent)
+            given = self.root if parent is None else bytes(check_hash(parent))
+            before = first[-1] if first else given
             names = ctypes.create_string_buffer((count - apart) * HASH_BYTES)
             rest = packed[apart * size :]
             name_blocks(self.namespace.digest, before, rest, size, count - apart, names)
             return first + unpack_hashes(names.raw)
 
-    ids = (ctypes.c_uint32 * TOKENS_MAX)()
-    found = memoryview(ids).cast("B")
+    room = _Room()
 
     def read_tokens(array: bytes) -> bytes | None:
-        count = read_ids(array, len(array), ids, TOKENS_MAX)
-        return None if count < 0 else found[: count * TOKEN_BYTES].tobytes()
+        count = read_ids(array, len(array), room.ids, TOKENS_MAX)
+        return None if count < 0 else room.found[: count * TOKEN_BYTES].tobytes()
 
     return Naming(NativeHasher, read_tokens)
+
+
+class _Room(threading.local):
+    """Room for the token ids of one call: each thread has its own."""
+
+    def __init__(self) -> None:
+        self.ids = (ctypes.c_uint32 * TOKENS_MAX)()
+        self.found = memoryview(self.ids).cast("B")
 
 
 def _ids(packed: bytes) -> memoryview:
@@ -106,4 +115,4 @@ def best_naming(path: Path = LIBRARY) -> Naming:
 
 
 NAMING = best_naming()
-"""The functions of this process. The ids of one call are read before the next one: one thread."""
+"""The functions of this process, for all of its threads."""
