@@ -146,8 +146,9 @@ def replay_pieces(
     """Return the state that a journal of `length` bytes describes; it is read twice, in pieces.
 
     Records of places, sizes or parts that a store of this layout cannot have are damaged; so is a
-    partial last one. If a block is in two places, the newer one has it. The blocks are in the
-    order in which they were committed.
+    partial last one. So is one that the second reading finds changed: its place is empty then. If a
+    block is in two places, the newer one has it. The blocks are in the order in which they were
+    committed.
     """
     count = length // RECORD_BYTES
     pieces = partial(_pieces, read, count, piece_records)
@@ -158,8 +159,11 @@ def replay_pieces(
     heads = heads[np.argsort(heads["order"], kind="stable")]
     heads = heads[_newest(heads, layout.slab_units)]
     heads = heads[heads["operation"] == Operation.COMMITTED]
-    live = BlockColumns(heads["place"].copy(), _records_at(pieces(), heads["row"]))
+    same = np.zeros(len(heads), np.bool_)
+    live = BlockColumns(heads["place"].copy(), _records_at(pieces(), heads, same))
     assert len(live) <= sound, f"{len(live)} blocks of {sound} records"
+    if not same.all():
+        live, damaged = live.only(same), damaged + len(same) - int(same.sum())
     return Replay(live.without_older(), next_order, count, damaged)
 
 
@@ -192,14 +196,22 @@ def _heads(pieces: Iterable[tuple[int, bytes]], layout: Layout) -> NDArray[np.vo
     return np.concatenate(found)
 
 
-def _records_at(pieces: Iterable[tuple[int, bytes]], rows: NDArray[np.int64]) -> Iterator[Piece]:
-    """Yield the records at these rows of the journal, some after others."""
-    by_row = np.argsort(rows, kind="stable")
-    ascending = rows[by_row]
+def _records_at(
+    pieces: Iterable[tuple[int, bytes]], heads: NDArray[np.void], same: NDArray[np.bool_]
+) -> Iterator[Piece]:
+    """Yield the records of these heads, some after others, and set in `same` which are unchanged.
+
+    A disk may return other bytes than it did for the heads: their checksums are compared again.
+    """
+    by_row = np.argsort(heads["row"], kind="stable")
+    ascending = heads["row"][by_row]
     for first, data in pieces:
         begin, end = np.searchsorted(ascending, (first, first + len(data) // RECORD_BYTES))
-        records = np.frombuffer(data, _RECORD)
-        yield by_row[begin:end], records[ascending[begin:end] - first]
+        rows = by_row[begin:end]
+        whole = np.frombuffer(data, f"V{RECORD_BYTES}")[ascending[begin:end] - first].tobytes()
+        records = np.frombuffer(whole, _RECORD)
+        same[rows] = _sound(whole, records) & (records["order"] == heads["order"][rows])
+        yield rows, records
 
 
 def _places(records: NDArray[np.void], layout: Layout) -> NDArray[np.int64]:
