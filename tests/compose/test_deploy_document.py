@@ -112,6 +112,8 @@ class Page:
             line = line.replace(written, meant)
         if self._is_setting(project, line):
             return ""
+        if line.endswith("kvbm status"):  # It ends with 1 until everything serves.
+            project.wait_ready()
         done = subprocess.run(
             ["bash", "-c", line], cwd=ROOT, env=project.environ, timeout=BUILD_DEADLINE_S,
             capture_output=True, text=True, check=False,

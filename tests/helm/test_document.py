@@ -104,4 +104,6 @@ def test_notes_name_the_command_for_the_secrets() -> None:
     assert "kvbm kube-secrets --out ~/kvbm-creds --prefix blocks-kvbm --namespace x" in notes
     assert "hostIPC: true" in notes
     assert "--kv-transfer-config=" in notes
-    assert "deploy/blocks-kvbm-metrics" in notes
+    status = notes.index("exec -n x deploy/blocks-kvbm-metrics -- kvbm status")
+    for name in ("daemonset/blocks-kvbm-node", "deploy/blocks-kvbm-metrics"):
+        assert 0 <= notes.find(f"rollout status -n x {name}") < status

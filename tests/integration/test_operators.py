@@ -7,9 +7,11 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from kvbm_common.nats.bus import Bus
@@ -52,6 +54,13 @@ class Operator:
         return json.loads(await self.says(*arguments, "--json", code=code))
 
 
+async def is_ready(run: Running) -> bool:
+    """Whether everything serves: `kvbm status` ends with 1 until then."""
+    url = f"http://127.0.0.1:{run.stack.settings.metrics_port}/readyz"
+    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+        return (await client.get(url)).status_code == 200
+
+
 async def on_disk(run: Running) -> list[str]:
     """The longest run that the disk tier has, when it has one."""
     subject = verb_subject("disk-tier", "snapshot", host=run.stack.settings.host, instance="0")
@@ -78,6 +87,7 @@ async def test_an_operators_day(stack: Running) -> None:
     4. Drain, undrain, log level. 5. Empty everything. 6. All of it is in the audit.
     """
     operator = Operator(stack)
+    await ask_until(partial(is_ready, stack), deadline_s=30)
     for command in ("status", "services", "tiers", "workers", "pins", "audit", "jobs"):
         assert await operator.says(command)
         assert await operator.reads(command) is not None
