@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from typing import Any
 
 import msgspec
 import nats
@@ -159,17 +160,37 @@ async def test_writers_at_once_without_room_for_all_leave_what_was_there(bus: Bu
     assert await messages(bus) == info.chunks + 1
 
 
+class Standing:
+    """A connection that stands still before its first question about a subject."""
+
+    def __init__(self, bus: Bus, subject: str) -> None:
+        self._bus, self._subject = bus, subject.encode()
+        self.stands, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    async def request_raw(self, subject: str, payload: bytes, **options: Any) -> Any:
+        if self._subject in payload:
+            self.stands.set()
+            await self.goes_on.wait()
+        return await self._bus.request_raw(subject, payload, **options)
+
+
 async def test_a_writer_that_stood_still_describes_nothing(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another has taken it for dead: the object that was there stays."""
-    slow, other = (ObjectStore(bus, "pair", bytes_max=1 << 27) for _ in range(2))
+    link = Standing(bus, "$O.pair.C.slow")
+    links: list[Any] = [link, bus]
+    slow, other = (ObjectStore(one, "pair", bytes_max=1 << 27) for one in links)
     before = await slow.put("a", LARGE, nuid="old", metadata={})
-    count = await messages(bus)
     monkeypatch.setattr(object_store, "ABANDONED_S", -60.0)
-    writing = asyncio.create_task(slow.put("a", 20 * LARGE, nuid="slow", metadata={}))
-    await ask_until(lambda: more_than(bus, count))
+    writing = asyncio.create_task(slow.put("a", LARGE, nuid="slow", metadata={}))
+    async with asyncio.timeout(30):
+        await link.stands.wait()
     await other.put("b", b"x", nuid="other", metadata={})
+    link.goes_on.set()
     with pytest.raises(ObjectBroken, match="chunks are left"):
         await writing
     assert await slow.info("a") == before
