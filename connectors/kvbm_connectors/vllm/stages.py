@@ -13,10 +13,12 @@ this stage are alike and all in one group.
 A block has a row for each layer of its group. All groups of a stage lie over each other, so a stage
 has as many rows as its largest group there, and other groups leave some empty.
 
-All processes refuse alike where a stage has no layer of some type: it cannot tell the others'. A
-process refuses that finds other layers on its stage than vLLM has told it. A worker that refuses
-alone tells the scheduler so.
-The stages are part of the namespace: processes that find different ones never share a block.
+All processes refuse alike where a stage has no layer of some type: it cannot tell the others'. One
+refuses alone that finds other layers on its stage than vLLM has told it, or has one group whose
+layers are not alike there. A worker that refuses alone tells the scheduler so.
+
+The stages are part of the namespace: processes that find different ones never share a block. The
+host tier compares the bytes of parts, too.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def stages_of(config: Any, kv_cache_config: Any) -> tuple[Stage, ...]:
     layers = int(model.get_total_num_hidden_layers())
     types = _types(model, layers)
     borders = [get_pp_indices(layers, stage, count) for stage in range(count)]
-    first, end = model.get_layers_start_end_indices(config.parallel_config)
+    first, end = here = tuple(model.get_layers_start_end_indices(config.parallel_config))
     specs = [layer_spec(group.kv_cache_spec) for group in groups]
     firsts = [specs.index(spec) for spec in specs]
     found = _kv_layers(firsts, told, _strides(kv_cache_config), range(first, end))
@@ -92,7 +94,7 @@ def stages_of(config: Any, kv_cache_config: Any) -> tuple[Stage, ...]:
         Stage(tuple(_between(group, *border) for group in dealt), types[slice(*border)])
         for border in borders
     )
-    if stages[borders.index((first, end))].groups != told:
+    if here not in borders or stages[borders.index(here)].groups != told:
         raise UncutShape("pipeline parallelism: the KV layers of other stages cannot be told")
     return stages
 

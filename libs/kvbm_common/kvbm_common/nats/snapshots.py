@@ -32,6 +32,8 @@ SHED_NAMES = 8_192
 """Names that are freed at a time, in 0.4 ms."""
 KEPT_S = 30.0
 """A moment is kept for so long after its last page that was asked for."""
+KEPT_MOST_S = 600.0
+"""And for so long after its first page at most."""
 KEPT_MAX = 8
 """Moments that are kept; each costs some 50 bytes per block."""
 _HASH_BYTES = 35
@@ -60,6 +62,8 @@ class SnapshotPages:
         self._kept: dict[_Moment, list[bytes | Page]] = {}
         """The least recently asked for comes first."""
         self._ends: dict[_Moment, asyncio.TimerHandle] = {}
+        self._since_s: dict[_Moment, float] = {}
+        """The time of the loop when the first page was asked for, last."""
 
     def answer(self, payload: bytes) -> bytes:
         """Return a page as JSON; raises WireError, SnapshotGone and what `make` raises."""
@@ -69,7 +73,7 @@ class SnapshotPages:
             pages = self._kept.get(moment, [])
             if request.page >= len(pages):
                 raise SnapshotGone(f"no page {request.page} of seq {request.seq} is kept")
-            self._keep(moment, pages)
+            self._keep(moment, pages, since_s=self._since_s[moment])
             return _encoded(pages, request.page)
         made = self._make(request)
         if isinstance(made, SnapshotReply):
@@ -84,17 +88,24 @@ class SnapshotPages:
             self._keep(moment, pages)
         return _encoded(pages, 0)
 
-    def _keep(self, moment: _Moment, pages: list[bytes | Page]) -> None:
-        """Keep a moment for KEPT_S from now, also one that is kept already."""
+    def _keep(
+        self, moment: _Moment, pages: list[bytes | Page], *, since_s: float | None = None
+    ) -> None:
+        """Keep a moment for KEPT_S from now, also one that is kept already. None: since now."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
         self._forget(moment)
         if len(self._kept) >= KEPT_MAX:
             self._forget(next(iter(self._kept)))
         self._kept[moment] = pages
-        self._ends[moment] = asyncio.get_running_loop().call_later(KEPT_S, self._forget, moment)
+        self._since_s[moment] = now_s if since_s is None else since_s
+        end_s = min(now_s + KEPT_S, self._since_s[moment] + KEPT_MOST_S)
+        self._ends[moment] = loop.call_at(end_s, self._forget, moment)
 
     def _forget(self, moment: _Moment) -> None:
         if self._kept.pop(moment, None) is not None:
             self._ends.pop(moment).cancel()
+            del self._since_s[moment]
 
 
 def _made(page: SnapshotReply) -> Page:

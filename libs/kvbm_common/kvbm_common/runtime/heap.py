@@ -23,7 +23,8 @@ With a threshold of its own, glibc would keep 128 KiB, and ask the kernel for ea
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """The parameters' numbers in `malloc.h`."""
 _OPERATORS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-_TUNABLES, _OF_MALLOC = "GLIBC_TUNABLES", "glibc.malloc."
+_TUNABLES = "GLIBC_TUNABLES"
+_TUNED = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
 
 
 def give_back_large(
@@ -34,7 +35,8 @@ def give_back_large(
     It stays with other C libraries, and where an operator has set how glibc takes memory.
     """
     assert large_bytes > 0, f"memory of {large_bytes} bytes"
-    if any(name in environ for name in _OPERATORS) or _OF_MALLOC in environ.get(_TUNABLES, ""):
+    tunables = environ.get(_TUNABLES, "")
+    if any(map(environ.get, _OPERATORS)) or any(name in tunables for name in _TUNED):
         return False
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None or not set_option(_MMAP_THRESHOLD, large_bytes):

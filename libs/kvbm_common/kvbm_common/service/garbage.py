@@ -86,7 +86,8 @@ class Garbage:
         self._name, self._long_s, self._pace = name, long_s, pace
         self._grown, self._grown_part, self._grown_bytes = grown, grown_part, grown_bytes
         self._bytes = 0
-        """The least memory at the last walk over all, or at a count since."""
+        """The memory after the last walk over all; 0: it cannot be read. A count does not lower it:
+        memory that comes and goes is no reason to walk again and again."""
         self._started_s = 0.0
         self._frozen = 0
         """The least number of frozen objects that was counted since the last walk over all."""
@@ -110,10 +111,11 @@ class Garbage:
     def is_due(self) -> bool:
         """Count what is frozen, and return whether so much has come that some may be garbage."""
         count, used = gc.get_freeze_count(), memory_bytes()
-        self._frozen, self._bytes = min(self._frozen, count), min(self._bytes, used)
+        self._frozen = min(self._frozen, count)
         objects = max(self._grown, self._grown_part * self._frozen)
         size = max(self._grown_bytes, self._grown_part * self._bytes)
-        return count > self._frozen + objects or used > self._bytes + size
+        has_grown = self._bytes > 0 and used > self._bytes + size
+        return has_grown or count > self._frozen + objects
 
     def walk(self) -> None:
         """Collect all garbage, also of what is frozen, and freeze the rest."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.nats.snapshots import (
     KEPT_MAX,
+    KEPT_MOST_S,
     KEPT_S,
     PAGE_BYTES,
     SHED_NAMES,
@@ -255,6 +256,20 @@ async def test_a_moment_is_kept_from_its_last_page(monkeypatch: pytest.MonkeyPat
     await clock.pass_s(KEPT_S * 2 / 3)
     assert ask_page(source, 1) == 1
     await clock.pass_s(KEPT_S + 1)
+    with pytest.raises(SnapshotGone):
+        ask_page(source, 1)
+
+
+async def test_a_moment_whose_pages_are_asked_for_all_the_time_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: no reader keeps a source's memory for longer than a reading may take."""
+    source, clock = SnapshotPages(paged), Clock(monkeypatch)
+    ask_page(source, 0)
+    for _ in range(int(KEPT_MOST_S / 20) - 1):
+        await clock.pass_s(20)
+        assert ask_page(source, 1) == 1
+    await clock.pass_s(20.1)
     with pytest.raises(SnapshotGone):
         ask_page(source, 1)
 

@@ -231,6 +231,23 @@ def memory_that_fills_is_walked_few_times() -> None:
         garbage.end()
 
 
+def memory_that_comes_and_goes_is_walked_once() -> None:
+    """Goal: a walk that has found nothing is not repeated because memory was smaller meanwhile."""
+    garbage, walks = Garbage(grown=1_000_000, grown_bytes=16 * MIB), 0
+    garbage.start()
+    try:
+        for _ in range(4):
+            pages = [b"x" * MIB for _ in range(64)]
+            if garbage.is_due():
+                garbage.walk()
+                walks += 1
+            pages.clear()
+            assert not garbage.is_due()
+        assert walks == 1
+    finally:
+        garbage.end()
+
+
 def services_that_are_idle_together_count_in_turn() -> None:
     """Goal: each counts in a second of its own, of sixteen, though all have waited for long."""
     asyncio.run(_services_count_in_turn())
@@ -290,6 +307,7 @@ PROGRAMS = {
         what_has_left_makes_no_room_for_garbage,
         a_few_large_cycles_are_due,
         memory_that_fills_is_walked_few_times,
+        memory_that_comes_and_goes_is_walked_once,
         services_that_are_idle_together_count_in_turn,
     )
 }
