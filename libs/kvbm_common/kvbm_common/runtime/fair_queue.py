@@ -48,11 +48,6 @@ class FairQueue(Generic[Item]):
         """The number of lanes that are known."""
         return len(self._lanes)
 
-    @property
-    def is_fresh(self) -> bool:
-        """Tell whether the next item is of a lane that has its first turn."""
-        return self._fresh_turns > 0 if self._goes_on() else self._has_fresh_turn()
-
     def depth(self, lane: Hashable) -> int:
         """Return how many items of a lane wait."""
         return len(self._lanes.get(lane, ()))

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvbm_common.errors import DeadlineExceeded
-from kvbm_common.runtime.fair_queue import FRESH_MAX, FairQueue
+from kvbm_common.runtime.fair_queue import FairQueue
 from kvbm_common.runtime.pauses import pause_s
 from kvbm_common.wire.bounds import Usage
 
@@ -38,8 +38,6 @@ TURNS = 2
 the second the NATS client sends. So its request leaves before the next step runs."""
 LANE_TURN_NS = 500_000
 """Processor time of a lane's turn: a few small inputs, half an offer."""
-FRESH_NS = BURST_MS * 1_000_000
-"""Processor time of all steps between two bursts, beside the step that is being taken."""
 QUIET_TICK_MS = 1_000
 """The pause between ticks of a quiet core, at most a tenth more. Late by it are ends of leases and
 of silence, and what a tick itself tells."""
@@ -107,17 +105,9 @@ class CoreLoop(Generic[Input, Effect]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
-        self._to_begin = 0
-        """Async effects whose tasks have not had a turn yet."""
-        self._fresh_steps = 0
-        """Steps between the last burst and the next one."""
-        self._fresh_ns = 0
-        """The processor time of these."""
         self._refused = 0
         self._waiting: asyncio.TaskGroup | None = None
         """The task group of `run`, while it waits for an input and no effect has its turn."""
-        self._tasks: asyncio.TaskGroup | None = None
-        """The task group of `run`, while it is running."""
         self._turns = 0
         """Turns that the last burst beside `run` has left to others."""
         self._is_settled = True
@@ -171,7 +161,6 @@ class CoreLoop(Generic[Input, Effect]):
         """
         if self._waiting is None:
             self._wake.set()
-            self._answer_fresh()
         elif self.depth:
             in_flight_before = self._in_flight
             self._turns = self._burst(self._waiting)
@@ -216,7 +205,6 @@ class CoreLoop(Generic[Input, Effect]):
                 tasks.create_task(self._run_ticker(), name="ticker")
             for effect in first:
                 self._start(effect, tasks)
-            self._tasks = tasks
             try:
                 while True:
                     self._waiting = tasks
@@ -225,7 +213,7 @@ class CoreLoop(Generic[Input, Effect]):
                     for _ in range(max(turns, self._burst(tasks))):
                         await asyncio.sleep(0)
             finally:
-                self._waiting = self._tasks = None
+                self._waiting = None
 
     def _burst(self, tasks: asyncio.TaskGroup) -> int:
         """Run some steps, then let others have their turn; return how many turns.
@@ -233,7 +221,7 @@ class CoreLoop(Generic[Input, Effect]):
         An input may be a batch of many events.
         """
         until_ms, in_flight_before = self._now_ms() + BURST_MS, self._in_flight
-        self._is_settled, self._fresh_steps, self._fresh_ns = False, 0, 0
+        self._is_settled = False
         for count in range(BURST_MAX):
             now_ms = self._now_ms()
             if count and now_ms >= until_ms:
@@ -258,29 +246,12 @@ class CoreLoop(Generic[Input, Effect]):
             self._hurry.set()
         return TURNS if self._in_flight > in_flight_before else 1
 
-    def _answer_fresh(self) -> None:
-        """Take the first turns of lanes that begin to wait while `run` leaves its turn to others.
-
-        The rest, completions included, waits for `run`; so do all once an effect is to begin. Both
-        bounds are those of all calls since the last burst: a queue that was empty in between has
-        forgotten who had a turn, and engines that ask again at once are fresh without end.
-        """
-        until_ms = self._now_ms() + BURST_MS
-        while self._tasks is not None and self._offers.is_fresh and not self._to_begin:
-            now_ms = self._now_ms()
-            if now_ms >= until_ms or self._fresh_steps >= FRESH_MAX or self._fresh_ns >= FRESH_NS:
-                break
-            self._fresh_steps += 1
-            self._fresh_ns += self._take_offer(now_ms, self._tasks)
-
-    def _take_offer(self, now_ms: int, tasks: asyncio.TaskGroup) -> int:
-        """Take the step of the next offer, and charge its lane for the time, which is returned."""
+    def _take_offer(self, now_ms: int, tasks: asyncio.TaskGroup) -> None:
+        """Take the step of the next offer, and charge its lane for the time."""
         event, before_ns = self._offers.popleft(), self._spent_ns()
         self._room.set()
         self._step(event, now_ms, tasks)
-        spent_ns = self._spent_ns() - before_ns
-        self._offers.charge(spent_ns / LANE_TURN_NS)
-        return spent_ns
+        self._offers.charge((self._spent_ns() - before_ns) / LANE_TURN_NS)
 
     def _step(self, event: Input, now_ms: int, tasks: asyncio.TaskGroup) -> None:
         for effect in self.core.step(event, now_ms):
@@ -290,13 +261,11 @@ class CoreLoop(Generic[Input, Effect]):
         outcome = self._carry_out(effect)
         if inspect.isawaitable(outcome):
             self._in_flight += 1
-            self._to_begin += 1
             tasks.create_task(self._finish(outcome), name=type(effect).__name__)
         elif outcome is not None:
             self.complete(outcome)
 
     async def _finish(self, outcome: Awaitable[Input | None]) -> None:
-        self._to_begin -= 1
         try:
             event = await outcome
         finally:

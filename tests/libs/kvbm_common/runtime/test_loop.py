@@ -13,7 +13,6 @@ from kvbm_common.runtime.fair_queue import FRESH_MAX
 from kvbm_common.runtime.loop import (
     BURST_MAX,
     BURST_MS,
-    FRESH_NS,
     LANE_TURN_NS,
     QUIET_TICK_MS,
     CoreLoop,
@@ -430,33 +429,6 @@ async def test_a_lane_is_charged_for_the_time_of_its_steps() -> None:
     ]  # fmt: skip
 
 
-async def test_a_lane_that_comes_is_answered_between_two_bursts() -> None:
-    """Goal: a lookup that is read while an effect has its turns does not wait for the next burst.
-
-    1. Offers of a busy lane start pulls. 2. While the first has its turns, a lookup comes, and one
-    more of the busy lane: the lookup is answered in that turn of the event loop, the other waits.
-    """
-    landed = asyncio.Event()
-
-    async def pull(effect: str) -> None:
-        heard.append(loop.hand_in("lookup 0.1", lane="quiet"))
-        heard.append(loop.hand_in("confirm 0.1", lane="loud"))
-        loop.turn_nowait()
-        heard.append(list(core.seen))
-        await landed.wait()
-
-    heard = list[object]()
-    core, loop = make_costly(pull)
-    for event in ("offer 1 of 0!", "confirm 1", "confirm 2"):
-        loop.offer_nowait(event, lane="loud")
-    async with running(loop):
-        await wait_until(lambda: len(core.seen) == 5, deadline_s=DEADLINE_S)
-        landed.set()
-        await loop.wait_idle(deadline_s=DEADLINE_S)
-    assert heard == [True, True, ["offer 1 of 0!", "lookup 0.1"]]
-    assert core.seen[2:] == ["confirm 1", "confirm 2", "confirm 0.1"]
-
-
 async def test_lanes_that_come_without_end_delay_neither_completions_nor_others() -> None:
     """Goal: every kind of work has its turn beside a flood of questions of ever new engines.
 
@@ -477,38 +449,6 @@ async def test_lanes_that_come_without_end_delay_neither_completions_nor_others(
             await asyncio.sleep(0)
     for event, bound in (("pulled 1", 2), ("lease 1 of 0", 3), ("lease 1 of 1", 4)):
         assert core.seen.index(event) <= bound * FRESH_MAX, core.seen.index(event)
-
-
-@pytest.mark.parametrize(
-    ("turns", "steps"), [(0.01, FRESH_MAX), (1, FRESH_NS // LANE_TURN_NS), (100, 1)]
-)
-async def test_lanes_that_ask_again_at_once_wait_for_the_next_burst(
-    turns: float, steps: int
-) -> None:
-    """Goal: the bounds of what is answered between two bursts hold for all turns together.
-
-    1. An effect has its turns. 2. Four lanes ask again as soon as they are answered, each in a turn
-    of its own: the queue is empty again and again. 3. The rest waits for the burst of `run`.
-    """
-    landed = asyncio.Event()
-
-    async def pull(effect: str) -> None:
-        for number in range(10 * FRESH_MAX):
-            loop.hand_in(f"lookup {turns}", lane=number % 4)
-            loop.turn_nowait()
-        between.append(len(core.seen) - 1)
-        loop.complete("pulled 0")
-        await landed.wait()
-
-    between = list[int]()
-    core, loop = make_costly(pull)
-    loop.offer_nowait("offer 1!", lane="loud")
-    async with running(loop):
-        await wait_until(lambda: "pulled 0" in core.seen, deadline_s=DEADLINE_S)
-        landed.set()
-        await loop.wait_idle(deadline_s=DEADLINE_S)
-    assert between == [steps]
-    assert core.seen.index("pulled 0") == 1 + steps
 
 
 async def test_a_lane_takes_half_of_the_queue_at_most() -> None:
