@@ -179,17 +179,19 @@ class Fleet:
         return await ask_until(answer, deadline_s=DEADLINE_S)
 
     async def ask_until_whole(self) -> dict[str, Any]:
-        """Return all holders, once an answer misses no partition."""
-        await self.wait_whole()
-        return await self.ask("holders", {})
+        """Return the first answer about all holders that misses no partition."""
+        replies = list[dict[str, Any]]()
+
+        async def whole() -> bool:
+            replies.append(await self.ask("holders", {}))
+            return "missing" not in replies[-1]
+
+        await ask_until(whole, deadline_s=DEADLINE_S, despite=KvbmError)
+        return replies[-1]
 
     async def wait_whole(self) -> None:
         """Until an answer misses no partition."""
-
-        async def whole() -> bool:
-            return "missing" not in await self.ask("holders", {})
-
-        await ask_until(whole, deadline_s=DEADLINE_S, despite=KvbmError)
+        await self.ask_until_whole()
 
 
 @asynccontextmanager
