@@ -347,12 +347,11 @@ class Store:
             if (count := self._offers.pull([part])) is None:
                 return False
             pulled += count
-        has_list, is_ours = self._listed(run.hashes) is not None, pulled == len(run.hashes)
-        # What was pulled is committed, and listed, when this question is answered.
-        committed = (pulled > 0 or not has_list) and self._is_committed(
-            run.hashes[-1], began_s + CALL_MAX_S
-        )
-        return self._is_settled(run, give_up_s) if has_list and not is_ours else committed
+        if pulled == len(run.hashes):
+            return self._is_committed(run.hashes[-1], began_s + CALL_MAX_S)
+        if pulled:  # What was pulled is committed, and listed, when this question is answered.
+            self._is_committed(run.hashes[-1], began_s + CALL_MAX_S)
+        return self._is_settled(run, give_up_s)
 
     def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:
         """Wait for pages that another engine was storing: they are there, or are offered again."""
@@ -369,11 +368,12 @@ class Store:
         return True
 
     def _missing(self, names: Sequence[SequenceHash], give_up_s: float, *, asks: bool) -> list[int]:
-        """Return the places of the pages that the host tier does not list. Where it `asks`, the
-        host tier is asked about each of them: its list may have been full."""
-        found = self._listed(names) or [False] * len(names)
+        """Return the places of the pages that the host tier does not list. Where it `asks`, or has
+        no list yet, the host tier is asked about each of them: its list may have been full."""
+        listed = self._listed(names)
+        found = listed or [False] * len(names)
         missing = [place for place, here in enumerate(found) if not here]
-        for start in range(0, len(missing) if asks else 0, PRESENT_MAX):
+        for start in range(0, len(missing) if asks or listed is None else 0, PRESENT_MAX):
             left_ms = min(int(1000 * (give_up_s - time.monotonic())), self._onboard_deadline_ms)
             if left_ms > 0:
                 self._ask_each(names, missing[start : start + PRESENT_MAX], found, left_ms)

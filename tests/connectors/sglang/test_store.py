@@ -216,11 +216,15 @@ def test_pages_of_a_write_that_is_partly_there_are_offered_once(attach: Attach) 
     assert storage.all_counts()["kv.offered_blocks"] == 3 * COUNT
 
 
+@pytest.mark.parametrize("has_list", [True, False])
 def test_pages_that_another_engine_gives_up_are_stored(
-    attach: Attach, monkeypatch: pytest.MonkeyPatch
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, *, has_list: bool
 ) -> None:
-    """1. An engine offers pages, and takes them back while they are pulled. 2. Another one, which
-    writes them at the same time, hears that they are stored, and so they are."""
+    """1. An engine offers pages, takes them back while they are pulled, and gives them to another
+    prompt. 2. Another one, which writes them at the same time, hears that they are stored, and so
+    they are. A host tier has no list before its first commit."""
+    if not has_list:
+        monkeypatch.setattr(CommittedPages, "which", lambda *_given, **_named: None)
     offers = recorded(monkeypatch, store_module, "PageOffers")
     generations = recorded(monkeypatch, storage_module, "Generation")
     namespaces = recorded(monkeypatch, storage_module, "namespace_of")
@@ -230,10 +234,13 @@ def test_pages_that_another_engine_gives_up_are_stored(
     for page in range(count):
         pools[1].fill(page, page)
     for turn in range(20):
-        keys = keys_of(f"given up/{turn}", count)
+        for page in range(count):
+            pools[0].fill(page, page)
+        keys = keys_of(f"given up/{has_list}/{turn}", count)
         names = names_of(namespaces[0].digest, generations[0].read(), keys)
         run = OfferRun(namespaces[0].root, tuple(names), tuple(range(count)))
         assert offers[0].pull([run], 0.0) is None
+        pools[0].memory[:] = 0
         assert writing.set(keys, pools[1].indices(range(count)), None) == [True] * count
         assert writing.get(keys, pools[1].indices(range(count))) == [True] * count
         assert all(pools[1].holds(page, page) for page in range(count))
