@@ -303,7 +303,7 @@ async def _costs() -> list[Row]:
             rows = []
             for what, request in (("hashes", by_hashes), ("tokens", by_tokens)):
                 rows += _percentiles(f"`route` on NATS, {what}", await _on_nats(bus, request), 5.0)
-            body = {"tokens": tokens.tolist(), "namespace": msgspec.structs.asdict(namespace)}
+            body = {"tokens": tokens.tolist(), "namespace": msgspec.to_builtins(namespace)}
             return rows + _percentiles("`POST /v1/route`, tokens", await _over_http(client, body))
 
 
