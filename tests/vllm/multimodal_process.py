@@ -1,7 +1,8 @@
 """Compare the names of blocks with images: the connector's, and those of vLLM's own events.
 
 `python -m tests.vllm.multimodal_process SEEDS` draws so many prompts, and writes a JSON object:
-`differ` lists the seeds whose names differ; `blocks` and `with_images` count what was compared.
+`differ` lists the seeds whose names differ; `blocks` and `with_images` count what was compared;
+`inside_of_both` is what vLLM hashes of a block that is inside of two items.
 """
 
 from __future__ import annotations
@@ -94,6 +95,22 @@ def _pieces(count: int) -> Sequence[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
+def inside_of_both() -> list[str]:
+    """The items that vLLM hashes of a block, of a video and its sound that are in the same tokens.
+
+    With both of them `overlapping_media` need not be refused.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    place = SimpleNamespace(offset=0, length=TOKENS_MAX)
+    media = [SimpleNamespace(identifier=name, mm_position=place) for name in ("sound", "video")]
+    request = SimpleNamespace(
+        mm_features=media, lora_request=None, cache_salt=None, prompt_embeds=None
+    )
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(cast("Any", request), 0, 16, 0)
+    return [key[1] if isinstance(key, tuple) else key for key in keys or ()]
+
+
 def compare(seeds: range) -> dict[str, Any]:
     """What was compared, and what differs."""
     differ, blocks, with_images = [], 0, 0
@@ -115,7 +132,7 @@ def main() -> None:
     """vLLM writes to stdout too: the answer goes to a copy of it."""
     ours = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    json.dump(compare(range(int(sys.argv[1]))), ours)
+    json.dump(compare(range(int(sys.argv[1]))) | {"inside_of_both": inside_of_both()}, ours)
     ours.flush()
     os._exit(0)
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash
 
 from kvbm_connectors.core.messages import Hit, OfferRun
-from kvbm_connectors.vllm.engine_types import EngineRequest
+from kvbm_connectors.vllm.engine_types import EngineRequest, Feature
 from kvbm_connectors.vllm.kv_groups import KvGroup
 
 DECODED_BLOCKS = 8
@@ -37,8 +38,18 @@ def refusal_of_request(request: EngineRequest) -> str:
     if getattr(request, "resumable", False):
         return "streaming_input"
     adapter = "" if request.lora_request is None else str(request.lora_request.lora_name)
-    images = (str(feature.identifier) for feature in request.mm_features or ())
-    return "" if all(map(_is_text, (request.cache_salt or "", adapter, *images))) else "no_text"
+    media = request.mm_features or ()
+    identifiers = (one.identifier for one in media)
+    if not all(map(_is_text, (request.cache_salt or "", adapter, *identifiers))):
+        return "no_text"
+    return "overlapping_media" if _overlap(media) else ""
+
+
+def _overlap(media: Iterable[Feature]) -> bool:
+    """Return whether two items have a token in common, as a video and its sound may. vLLM's hash of
+    a block inside of both has the first alone: its device hits may be of another sound or video."""
+    places = (one.mm_position for one in media)
+    return any(one.offset + one.length > after.offset for one, after in pairwise(places))
 
 
 def _is_text(text: str) -> bool:

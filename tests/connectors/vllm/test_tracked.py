@@ -255,6 +255,12 @@ def test_a_lookup_that_asks_for_all_known_names_copies_none() -> None:
     assert tracked.first_names(hasher, 1) == names[:1]
 
 
+def item(offset: int, length: int) -> SimpleNamespace:
+    """A multimodal item."""
+    place = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier="item", mm_position=place)
+
+
 @pytest.mark.parametrize(
     ("request_", "refusal"),
     [
@@ -263,12 +269,15 @@ def test_a_lookup_that_asks_for_all_known_names_copies_none() -> None:
         (Request(cache_salt="\ud800"), "no_text"),
         (Request(lora_request=SimpleNamespace(lora_name="\ud800")), "no_text"),
         (Request(mm_features=[SimpleNamespace(identifier="\ud800")]), "no_text"),
+        (Request(mm_features=[item(0, 4), item(4, 4)]), ""),
+        (Request(mm_features=[item(0, 4), item(3, 4)]), "overlapping_media"),
         (Request(prompt_embeds=[[0.5]]), "prompt_embeds"),
         (SimpleNamespace(prompt_embeds=None, resumable=True), "streaming_input"),
     ],
 )
 def test_some_requests_have_blocks_without_names(request_: Request, refusal: str) -> None:
-    """A prompt without tokens; a salt or name with a lone surrogate, which JSON lets through."""
+    """A prompt without tokens; a salt or name with a lone surrogate, which JSON lets through; two
+    items in one token."""
     assert refusal_of_request(request_) == refusal
 
 
