@@ -14,6 +14,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
     lora: tuple[str, int, str] | None = None
     """An adapter: its name, number and directory."""
+    sounds: list[tuple[int, float]] = []
+    """Seed and seconds of each noise that its tokens have a place for."""
     transfer: dict[str, object] = {}
     """Its `kv_transfer_params`: what connectors read, hints among them."""
     abort_after_steps: int = 0

@@ -31,6 +31,7 @@ SCHEDULER_CALLS = (
     "get_external_cache_hit_sources", "has_pending_push_work", "has_pending_block_frees",
 )  # fmt: skip
 """What vLLM's scheduler calls on its way through a step."""
+SAMPLES_PER_SECOND = 16_000
 GROUP_BYTES = 4
 """vLLM's keys end in the number of the KV group."""
 
@@ -41,14 +42,11 @@ class Engine:
     def __init__(self, model: str, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._llm = LLM(
-            model=model,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            disable_log_stats=False,
-            **arguments,
-        )
+        options: dict[str, Any] = {
+            "skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": True,
+            "disable_log_stats": False,
+        }  # fmt: skip
+        self._llm = LLM(model=model, **(options | arguments))
         self._engine = self._llm.llm_engine
         self._preemptions = 0
         self._requests: dict[str, Any] = {}
@@ -157,11 +155,9 @@ class Engine:
                 temperature=0, max_tokens=ask.new_tokens, logprobs=1, detokenize=False,
                 extra_args={"kv_transfer_params": ask.transfer} if ask.transfer else None,
             )  # fmt: skip
-            prompt: dict[str, Any] = {"prompt_token_ids": ask.tokens}
-            if ask.salt is not None:
-                prompt["cache_salt"] = ask.salt
+            prompt, adapter = prompt_of(ask), adapter_of(ask)
             started[ask.name] = time.perf_counter()
-            self._engine.add_request(ask.name, prompt, parameters, lora_request=adapter_of(ask))
+            self._engine.add_request(ask.name, prompt, parameters, lora_request=adapter)
         steps = 0
         seen: dict[str, int] = {}
         waited: dict[str, int] = {}
@@ -341,6 +337,24 @@ def hold_loads(path: Path) -> None:
 def receive(worker: Any, path: str) -> None:
     """Write weights in a function of a program's own."""
     worker.reload_weights(weights_path=path)
+
+
+def prompt_of(ask: Ask) -> Any:
+    """Return vLLM's prompt of an ask: its tokens, its salt and its sounds."""
+    prompt: dict[str, Any] = {"prompt_token_ids": ask.tokens}
+    if ask.salt is not None:
+        prompt["cache_salt"] = ask.salt
+    if ask.sounds:
+        prompt["multi_modal_data"] = {"audio": [noise(*sound) for sound in ask.sounds]}
+    return prompt
+
+
+def noise(seed: int, seconds: float) -> Any:
+    """Return a random sound, and its samples per second."""
+    import numpy
+
+    samples = numpy.random.default_rng(seed).standard_normal(int(seconds * SAMPLES_PER_SECOND))
+    return samples.astype("float32"), SAMPLES_PER_SECOND
 
 
 def adapter_of(ask: Ask, **more: Any) -> Any:
