@@ -147,7 +147,7 @@ class EngineGeneration:
         self._limiter = OncePerKind(log)
         self._value = b""
         self._ignored = b""
-        """The content of the file when a write failed, which is not read again."""
+        """The value before: the file may hold it where a write has failed. It is not read again."""
         self.close()  # An earlier attachment of this engine may have left a file.
 
     def read(self) -> bytes:
@@ -172,7 +172,7 @@ class EngineGeneration:
         with self._lock:
             if not self._is_writer:
                 return
-            self._value = secrets.token_bytes(VALUE_BYTES)
+            self._ignored, self._value = self._value, secrets.token_bytes(VALUE_BYTES)
             if self._path is not None:
                 self._write(self._path)
 
@@ -190,7 +190,8 @@ class EngineGeneration:
             draft.write_bytes(self._value)
             os.replace(draft, path)
         except OSError as error:
-            self._ignored = self._found(path)
+            with suppress(OSError):
+                self._ignored = self._found(path)
             self._limiter.warning(
                 "unwritable", f"other ranks find no page until {path} is written: {error}"
             )

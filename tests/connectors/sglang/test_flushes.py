@@ -232,6 +232,27 @@ def test_a_file_that_cannot_be_written_hides_what_was_stored(
     assert writer.read() == reader.read() != told
 
 
+def test_a_file_that_cannot_even_be_read_hides_what_was_stored(tmp_path: Path) -> None:
+    """A flush that raises here would leave the pools that come after with the old names.
+
+    1. The directory is a link to itself: the writer begins another value all the same, and its
+    calls fail. 2. The directory is back, with the old value: that is not found.
+    """
+    path = path_of(tmp_path)
+    writer = EngineGeneration(path)
+    writer.renew()
+    told, aside = writer.read(), path.parent.with_name("aside")
+    path.parent.rename(aside)
+    path.parent.symlink_to(path.parent)
+    writer.renew()
+    with pytest.raises(OSError, match="symbolic links"):
+        writer.read()
+    path.parent.unlink()
+    aside.rename(path.parent)
+    assert path.read_bytes() == told
+    assert writer.read() != told
+
+
 @pytest.mark.slow
 def test_a_storage_names_pages_afresh_after_a_flush(
     attach: Attach, caplog: pytest.LogCaptureFixture
