@@ -238,6 +238,8 @@ class Store:
     ) -> tuple[Held, int]:
         """Return a lookup of these pages, and how many it has found: that of `find` where it has
         all of them, or a new one. Both have one deadline. One without a page is given back."""
+        if len(set(names)) < len(names):  # The host tier would refuse it, and not answer.
+            raise ValueError("a page twice in one call")
         give_up_s = min(give_up_s, time.monotonic() + self._onboard_deadline_ms / 1000)
         held = self._held.take(names)
         if held is not None:
@@ -342,15 +344,16 @@ class Store:
 
     def _is_stored(self, run: OfferRun) -> bool:
         pulled, began_s = 0, time.monotonic()
-        give_up_s = began_s + self._offer_deadline_s
-        for part in offers_of(run):  # Pages of a side pool come at once, and may be many.
-            if (count := self._offers.pull([part])) is None:
+        give_up_s, last_s = began_s + self._offer_deadline_s, began_s + CALL_MAX_S
+        parts = list(offers_of(run))  # Pages of a side pool come at once, and may be many.
+        for part in parts:
+            if (count := self._offers.pull([part], last_s)) is None:
                 return False
             pulled += count
-        if pulled == len(run.hashes):
-            return self._is_committed(run.hashes[-1], began_s + CALL_MAX_S)
+        if pulled == len(run.hashes):  # Each part is committed as a whole, or not at all.
+            return all(self._is_committed(part.hashes[-1], last_s) for part in parts)
         if pulled:  # What was pulled is committed, and listed, when this question is answered.
-            self._is_committed(run.hashes[-1], began_s + CALL_MAX_S)
+            self._is_committed(run.hashes[-1], last_s)
         return self._is_settled(run, give_up_s)
 
     def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:

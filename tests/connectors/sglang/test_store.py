@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from kvbm_connectors.client.scheduler import SchedulerHalf
-from kvbm_connectors.core.messages import Hit, OfferRun
+from kvbm_connectors.core.messages import OFFER_BLOCKS_MAX, Hit, OfferRun
+from kvbm_connectors.core.outbox import Outbox
 from kvbm_connectors.sglang import options as options_module
 from kvbm_connectors.sglang import storage as storage_module
 from kvbm_connectors.sglang import store as store_module
 from kvbm_connectors.sglang.committed_pages import CommittedPages
+from kvbm_connectors.sglang.page_offers import PageOffers
 from kvbm_connectors.sglang.pages import names_of
 
 from tests.connectors.sglang.conftest import Attach
@@ -244,3 +246,65 @@ def test_pages_that_another_engine_gives_up_are_stored(
         assert writing.set(keys, pools[1].indices(range(count)), None) == [True] * count
         assert writing.get(keys, pools[1].indices(range(count))) == [True] * count
         assert all(pools[1].holds(page, page) for page in range(count))
+
+
+def test_all_parts_of_a_long_write_are_asked_about(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A write is more than one offer may name. 2. The host tier, which stood still, has given up
+    the first one when our confirmation comes. 3. SGLang does not hear that all is stored."""
+    confirm, unheard = Outbox.confirm, [1]
+
+    def late(outbox: Outbox, offer: int, *, held: bool) -> None:
+        if unheard:
+            unheard.pop()
+            return
+        confirm(outbox, offer, held=held)
+
+    monkeypatch.setattr(Outbox, "confirm", late)
+    count = OFFER_BLOCKS_MAX + 1
+    pool = Pool(pages=count, page_size=1)
+    storage, keys = attach(pool), keys_of("two parts", count)
+    assert storage.set(keys, pool.indices(range(count)), None) == [False] * count
+    assert storage.exists(keys) == 0
+
+
+@pytest.mark.slow
+def test_parts_of_a_long_write_share_the_time_of_a_call(
+    attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host tier stands still when it has pulled the first part: the second one is given up with
+    the time of the call, long before the deadline of its offer."""
+    monkeypatch.setattr(store_module, "CALL_MAX_S", 0.5)
+    halves = recorded(monkeypatch, store_module, "SchedulerHalf")
+    pull, parts = PageOffers.pull, []
+    pid = stack.stack.pids["host-tier"]
+
+    def stopping(offers: PageOffers, *given: Any) -> int | None:
+        parts.append(given)
+        if len(parts) == 2:
+            stop_child(pid)
+        return pull(offers, *given)
+
+    monkeypatch.setattr(PageOffers, "pull", stopping)
+    count = OFFER_BLOCKS_MAX + 1
+    pool = Pool(pages=count, page_size=1)
+    storage, keys = attach(pool, extra={"offer_deadline_ms": 2_000}), keys_of("slow parts", count)
+    try:
+        assert storage.set(keys, pool.indices(range(count)), None) == [False] * count
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert halves[0].counts().get("offers_ended.deadline", 0) == 0
+    assert halves[0].counts()["offers_ended.revoked"] == 1
+
+
+def test_a_page_twice_in_a_load_is_a_miss_at_once(attach: Attach) -> None:
+    """The host tier refuses such a question, and its answer would be waited for in vain."""
+    pool = Pool()
+    storage, keys = attach(pool), keys_of("twice", COUNT)
+    twice = [*keys[:-1], keys[0]]
+    assert storage.set(twice, pool.indices(range(COUNT)), None) == [True] * COUNT
+    assert storage.get(twice, pool.indices(range(COUNT))) == [False] * COUNT
+    found = storage.all_counts()
+    assert (found["failed.get.ValueError"], found.get("kv.lookups_unanswered", 0)) == (1, 0)
+    assert storage.get(keys[:-1], pool.indices(range(COUNT - 1))) == [True] * (COUNT - 1)
