@@ -68,14 +68,17 @@ class WorkerHalf:
         gpu: Gpu | None = None,
         group_namespaces: Sequence[Namespace] = (),
         offer_deadline_ms: int = OFFER_MS,
+        reads_arena: bool = True,
     ) -> None:
         """Verify one load in `verify_every`, 0: none. With a `gpu` the regions are in its memory,
         which no code here may touch. `verify` is what the host tier lists for this worker, where
-        `verify_every` does not say it. Without a `share` the rank holds the part of its number.
+        `verify_every` does not say it. Without a `share` the rank holds the part of its number. One
+        that does not read the arena lends its memory alone, and has no connection to the host tier.
         Raises KvbmError or TimeoutError.
         """
         self.counts: Counter[str] = Counter()
         self._on_news = on_news
+        self._reads_arena = reads_arena
         self._limiter = OncePerKind(log)
         name = f"{engine}-{rank}"
         self._pulls = Pulls(
@@ -183,6 +186,7 @@ class WorkerHalf:
 
     def start_load(self, load: Load) -> None:
         """Pull the blocks of a load. Its result comes once, by `drain_ended`, whatever happens."""
+        assert self._reads_arena, f"load of {load.request}: this worker does not read the arena"
         with self._lock:
             self._loading += 1
         self._begin(load)
@@ -222,7 +226,8 @@ class WorkerHalf:
             self._begin(load)
 
     def _may_rest(self) -> bool:
-        return self._loading == 0 and self._arena.attached() is not None
+        has_arena = not self._reads_arena or self._arena.attached() is not None
+        return self._loading == 0 and has_arena
 
     def _tick(self, now_ms: int) -> None:
         self._arena.tick(now_ms)
@@ -252,7 +257,8 @@ class WorkerHalf:
     def _from_host_tier(self, message: FromHostTier) -> None:
         if isinstance(message, Welcome):
             self._mover.expect_peer()  # So that no read waits for the connection.
-            self._arena.welcomed(message)
+            if self._reads_arena:
+                self._arena.welcomed(message)
 
 
 def _failed(load: Load, reason: str) -> LoadResult:

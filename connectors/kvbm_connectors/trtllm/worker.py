@@ -102,7 +102,9 @@ class WorkerSide:
             verify_every=0,
             verify="always",  # By the leader, before it promises a block.
             offer_deadline_ms=self._settings.offer_deadline_ms,
-            onboard_mover="nixl",  # It never reads the arena: no need to map it.
+            # The promises are read in its place. UCX ends this process where a host tier dies
+            # while both connect to each other.
+            reads_arena=False,
         )
         self._half, self._pieces, self._blocks = half, pieces, regions[0].blocks
         half.start()

@@ -10,9 +10,11 @@ import time
 from typing import Any
 
 import pytest
+from kvbm_connectors.client import arena_access
 
 from tests.connectors.trtllm.engine import BLOCK_TOKENS
 from tests.connectors.trtllm.running import Engine, engine_on, promises_left
+from tests.recording import recorded
 from tests.vllm.harness import LiveStack, corrupt_arena
 from tests.waiting import wait_for
 
@@ -285,6 +287,19 @@ def test_a_promise_outlives_the_host_tier(stack: LiveStack, monkeypatch: Monkey)
         engine.ask(range(7000, 7020))
         engine.forget()
         assert engine.ask(range(7000, 7020)).external == 16
+
+
+def test_an_engine_has_no_connection_to_the_host_tier(
+    stack: LiveStack, monkeypatch: Monkey
+) -> None:
+    """Its workers lend their memory, and read promises. UCX ended the engine's process where the
+    host tier died while both were connecting to each other."""
+    reached = recorded(monkeypatch, arena_access, "reader_of")
+    with engine_on(stack, monkeypatch, ranks=2) as engine:
+        engine.ask(range(9500, 9520))
+        engine.forget()
+        assert engine.ask(range(9500, 9520)).external == 16
+    assert not reached
 
 
 @pytest.mark.slow
