@@ -114,10 +114,11 @@ class Link:
     """True if the keys could be read; if not, the socket is not connected."""
     shards: int = 0
     """The version of the shard map that names `endpoint`; 0: it is our own endpoint."""
+    greeted: Any = None
+    """The last greeting that was sent, as `hello` made it."""
     home: str = ""
     moved: Moved | None = None
-    """The message that names the endpoint to go to once nothing is under way; None: none has
-    come."""
+    """The message that names where to go to once nothing is under way; None: none has come."""
 
     def __post_init__(self) -> None:
         self.home = self.endpoint
@@ -204,7 +205,7 @@ class Link:
             if now_ms >= self.next_greet_ms:
                 self._move("greets")
                 self.next_greet_ms = now_ms + GREET_EVERY_MS
-                self._send(self._greeting())
+                self._greet()
         elif beats:
             self.next_beat_ms = now_ms + BEAT_MS
             self.unanswered += 1
@@ -217,9 +218,9 @@ class Link:
         """Tell whether the link has nothing to send before its next beat."""
         return self.state is LinkState.UP and not self.outbox
 
-    def _greeting(self) -> Any:
-        hello = self.hello()
-        return msgspec.structs.replace(hello, shards=self.shards) if self.shards else hello
+    def _greet(self) -> None:
+        self.greeted = hello = self.hello()
+        self._send(msgspec.structs.replace(hello, shards=self.shards) if self.shards else hello)
 
     def descriptor(self) -> int:
         """Return what is readable when ZMQ has news; it tells of each once (see `has_news`)."""
@@ -303,6 +304,8 @@ class Link:
                     log.info("%s: attached", self.name)
                     self._move("welcomed")
                     self.next_beat_ms = now_ms + BEAT_MS
+                    if self.hello() != self.greeted:  # What was said meanwhile was dropped.
+                        self._greet()
                 self.epoch = message.epoch
                 self.on_message(message)
             case _:

@@ -126,6 +126,23 @@ def test_a_link_greets_until_it_is_welcomed_and_then_beats() -> None:
     assert driven.wait(1) == [BEAT]
 
 
+def test_a_greeting_that_changes_before_its_answer_is_sent_again() -> None:
+    """Goal: what an engine says of itself between a greeting and its answer is not lost.
+
+    A service that starts again is greeted just then.
+    """
+    driven = Driven()
+    changed = msgspec.structs.replace(HELLO, world_size=2)
+    driven.wait()
+    driven.link.hello = lambda: changed
+    driven.link.outbox.append(changed)
+    assert driven.wait(1) == []
+    driven.hear(welcome())
+    assert driven.socket.sent == [HELLO, changed]
+    driven.hear(welcome())
+    assert driven.wait() == []
+
+
 def test_a_silent_service_is_gone_and_greeted_again() -> None:
     """An answer to a beat is enough to be there."""
     driven = Driven()

@@ -208,6 +208,28 @@ def test_without_a_consolidator_the_engine_keeps_no_block_for_an_offer(
         assert half.counts()["offers_passed_through"] == 4
 
 
+@pytest.mark.slow
+def test_a_refusal_reaches_every_life_of_the_consolidator(half: Half) -> None:
+    """Goal: a worker says once that it loads nothing; a consolidator that starts again hears why.
+
+    The first life hears it from an attached engine, the second one with the greeting, and another
+    one that is told before the answer to that.
+    """
+    reason = "layers of another shape"
+    with consolidator(half.consolidator_endpoint) as events:
+        events.hear(Attach)
+        events.say(attached())
+        wait_for(lambda: half.streams_attached)
+        half.describe(passes_through=reason)
+        assert events.hear(Attach).passes_through == reason
+        wait_for(lambda: not half.streams_attached)  # No beat is answered.
+    with consolidator(half.consolidator_endpoint) as events:
+        assert events.hear(Attach).passes_through == reason
+        half.describe(passes_through="another")
+        events.say(attached())
+        assert events.hear(Attach).passes_through == "another"
+
+
 def test_while_nats_is_away_nothing_is_offered(
     half: Half, host: Host, events: Consolidator
 ) -> None:
