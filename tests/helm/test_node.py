@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
+from kvbm_cli.container import MEMORY_BESIDE_ARENA_BYTES
 from kvbm_common.access.secret_files import make_private_directory
 from kvbm_common.config.settings import Settings
+from kvbm_common.service.footprint import INTERPRETER_BYTES
+from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.memory import parts_of
 
 from tests.helm.chart import VALUES, Document, environ_of, of_kind, pod, render, run_tool
-from tests.helm.checks import settings_of
+from tests.helm.checks import bytes_of, settings_of
 from tests.helm.test_chart import MINORS, wrong_fields
 
 DEADLINE_S = 20.0
@@ -102,6 +106,34 @@ def test_what_compose_shares_the_pod_shares() -> None:
         assert {"name": "run", "mountPath": "/run/kvbm"} in container["volumeMounts"]
     for container in pod(render("--set", "node.hostPID=false"), "node").containers:
         assert "add" not in container["securityContext"]["capabilities"]
+
+
+@pytest.mark.parametrize("bucket_blocks", [0, 3_000_000])
+@pytest.mark.parametrize("disk_gb", [0, 4, 30_000])
+@pytest.mark.parametrize("cache_gb", [1, 1_500])
+def test_a_host_tier_has_memory_for_the_blocks_of_arena_disk_and_bucket(
+    cache_gb: int, disk_gb: int, bucket_blocks: int
+) -> None:
+    """Goal: a node with terabytes of disk is not killed for the tables of its host tier.
+
+    What the host tier declares stays below the limit, where blocks have the least size.
+    """
+    block_bytes = 2_000_000
+    arguments = ["--set", f"node.hostTier.cacheGB={cache_gb},node.diskTier.cacheGB={disk_gb}"]
+    arguments += ["--set-json", f"node.hostTier.blockMB={block_bytes / 1e6}"]
+    if bucket_blocks:
+        arguments += ["--set", "bucket.enabled=true,bucket.claimName=objects"]
+        arguments += ["--set-json", f'settings={{"DYN_KVBM_OBJECT_NUM_BLOCKS":{bucket_blocks}}}']
+    containers = {one["name"]: one for one in pod(render(*arguments), "node").containers}
+    limit = bytes_of(containers["host-tier"]["resources"]["limits"]["memory"])
+    limits = HostTierLimits(disk_bytes=int(disk_gb * 1e9), object_blocks=bucket_blocks)
+    parts = parts_of(
+        limits, slot_count=int(cache_gb * 1e9) // block_bytes,
+        below_count=limits.below_count(block_bytes),
+    )  # fmt: skip
+    needed = INTERPRETER_BYTES + sum(parts.values()) + MEMORY_BESIDE_ARENA_BYTES
+    beside = limit - int(cache_gb * 1e9)
+    assert needed <= beside <= needed + 1_500_000_000
 
 
 def patched(*arguments: str) -> tuple[Document, Document]:

@@ -80,7 +80,7 @@ PLANTS = {
         "templates/control.yaml", '"user" 10002', '"user" 10001', "has the user 10002 in compose",
     ),
     "less memory than the arena": Plant(
-        "templates/node.yaml", "1000.0 | ceil | int", "500.0 | ceil | int",
+        "templates/node.yaml", "mulf $gigabytes 1000.0", "mulf $gigabytes 500.0",
         "DYN_KVBM_CPU_CACHE_GB",
     ),
     "a root that can be written to": Plant(

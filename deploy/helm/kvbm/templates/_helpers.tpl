@@ -80,3 +80,18 @@ are, and both end a line of YAML. */}}
 {{- toString . | quote -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Megabytes that a host tier needs for tables of blocks: 2048 bytes for each slot, 320 for each block
+of disk and bucket, and 300 for each of all, up to 201 MB, to remember which have left. */}}
+{{- define "kvbm.tablesMB" -}}
+{{- $tier := .Values.node.hostTier -}}
+{{- $blocksPerGB := divf 1000.0 (float64 $tier.blockMB) -}}
+{{- $slots := mulf (float64 $tier.cacheGB) $blocksPerGB -}}
+{{- $below := mulf (float64 .Values.node.diskTier.cacheGB) $blocksPerGB -}}
+{{- if .Values.bucket.enabled -}}
+{{- $inBucket := get .Values.settings "DYN_KVBM_OBJECT_NUM_BLOCKS" -}}
+{{- $isNumber := or (kindIs "float64" $inBucket) (regexMatch "^[1-9][0-9]*$" (toString $inBucket)) -}}
+{{- $below = addf $below (ternary $inBucket 100000 $isNumber | float64) -}}
+{{- end -}}
+{{- addf (mulf $slots 0.002048) (mulf $below 0.00032) (minf 201.0 (mulf (addf $slots $below) 0.0003)) -}}
+{{- end -}}
