@@ -26,9 +26,13 @@ def pause_s(every_s: float, *, of: str = "", now_s: float | None = None) -> floa
     return pause
 
 
-def has_turn(every_s: float, *, of: str, now_s: float | None = None) -> bool:
+def has_turn(every_s: float, *, of: str, place: int = 0, now_s: float | None = None) -> bool:
     """Tell whether the moment that is nearest, of SHIFTS ones that come every `every_s`, is that of
-    `of`: what wakes together need not all do at once what takes long."""
+    `of`: what wakes together need not all do at once what takes long.
+
+    Up to SHIFTS ones that share a name have different moments by their places.
+    """
     assert every_s > 0, f"a moment each {every_s} s"
+    assert 0 <= place < SHIFTS, f"place {place}"
     now_s = time.time() if now_s is None else now_s
-    return round(now_s / every_s) % SHIFTS == zlib.crc32(of.encode()) % SHIFTS
+    return round(now_s / every_s) % SHIFTS == (zlib.crc32(of.encode()) + place) % SHIFTS

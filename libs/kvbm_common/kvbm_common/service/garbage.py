@@ -76,14 +76,15 @@ class Garbage:
         self,
         *,
         name: str = "",
+        place: int = 0,
         long_s: float = LONG_S,
         grown: int = GROWN,
         grown_part: float = GROWN_PART,
         grown_bytes: int = GROWN_BYTES,
         pace: Pace = PACE,
     ) -> None:
-        """Have turns by this name of a service."""
-        self._name, self._long_s, self._pace = name, long_s, pace
+        """Have turns by the name of an instance, and by the place of its kind among services."""
+        self._name, self._place, self._long_s, self._pace = name, place, long_s, pace
         self._grown, self._grown_part, self._grown_bytes = grown, grown_part, grown_bytes
         self._bytes = 0
         """The memory after the last walk over all; 0: it cannot be read. A count does not lower it:
@@ -146,7 +147,7 @@ class Garbage:
             gc.freeze()
             now_s = time.monotonic()
             is_idle = time.process_time() - used_s < pace.idle_part * (now_s - before_s)
-            may_count = is_idle and has_turn(pace.look_s, of=self._name)
+            may_count = is_idle and has_turn(pace.look_s, of=self._name, place=self._place)
             if now_s >= count_at_s and (may_count or now_s >= count_at_s + pace.busy_s):
                 return
 

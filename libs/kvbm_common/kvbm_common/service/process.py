@@ -34,6 +34,7 @@ from kvbm_common.service.context import ServiceContext
 from kvbm_common.service.garbage import Garbage
 from kvbm_common.service.http_port import http_port
 from kvbm_common.tier.name_history import FACTORS_BYTES, set_factors
+from kvbm_common.wire.operator_verbs import SERVICES
 
 CONNECT_DEADLINE_S = 1.0
 """One try to reach NATS at start; tries go on until they succeed or the service is stopped."""
@@ -98,7 +99,8 @@ async def _run_until_signal(kind: str, main: Main, settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop)
-    garbage = Garbage(name=f"{kind}-{settings.instance}")
+    place = SERVICES.index(kind) if kind in SERVICES else len(SERVICES)
+    garbage = Garbage(name=settings.instance, place=place)
     garbage.start()
     walking = asyncio.create_task(garbage.run(), name="garbage")
     try:

@@ -8,6 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.runtime.pauses import EARLY, SHIFTS, has_turn, pause_s
+from kvbm_common.wire.operator_verbs import SERVICES
 
 PERIODS = st.sampled_from((0.1, 1.0, 5 / 3, 20.0))
 TIMES = st.floats(0, 4e9)
@@ -51,10 +52,15 @@ def test_one_moment_of_some_is_that_of_a_name(
     assert own[1] - own[0] == SHIFTS
 
 
-def test_the_services_of_a_host_have_different_moments() -> None:
-    kinds = ("consolidator", "index", "host-tier", "disk-tier", "object-tier", "metrics")
+@given(st.text(max_size=20))
+def test_the_services_of_a_host_have_different_moments(instance: str) -> None:
+    """Goal: services whose names are alike but for the kind never stand still together."""
     turns = [
-        {moment for moment in range(SHIFTS) if has_turn(1.0, of=f"{kind}-0", now_s=float(moment))}
-        for kind in kinds
+        {
+            moment
+            for moment in range(SHIFTS)
+            if has_turn(1.0, of=instance, place=place, now_s=float(moment))
+        }
+        for place in range(len(SERVICES))
     ]
-    assert len(set.union(*turns)) == len(kinds)
+    assert len(set.union(*turns)) == len(SERVICES) <= SHIFTS
