@@ -33,7 +33,9 @@ class LinkThread:
     """Runs some links until `close`. `on_tick` is called about every 100 ms, in the thread.
 
     While `may_rest` says that no tick has anything to do, they come with the beats, once a second:
-    who has something for them again calls `wake`.
+    who has something for them again calls `wake`. That takes an engine's call as long as a miss, so
+    the thread rests after a tick without work only: a busy engine wakes it once, not ten times a
+    second.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class LinkThread:
         self._is_serving = False
         self._closing = False
         self._next_tick_ms = 0
+        self._had_work = False
+        """The last tick had something to do."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -145,7 +149,8 @@ class LinkThread:
         """Return how long to sleep at most. Nothing that needs a tick sooner is missed: who has
         it after this look sees that the thread rests."""
         self.is_resting = True
-        if all(link.is_quiet for link in self._links) and self._may_rest():
+        is_quiet = not self._had_work and all(link.is_quiet for link in self._links)
+        if is_quiet and self._may_rest():
             return max(0, min(link.next_beat_ms for link in self._links) - _now_ms())
         self.is_resting = False
         return POLL_MS_MAX
@@ -164,15 +169,20 @@ class LinkThread:
                 link.receive(now_ms)
             with link.using:
                 link.tick(now_ms)
-        if now_ms >= self._next_tick_ms:
-            self._next_tick_ms = now_ms + POLL_MS_MAX
-            self._on_tick(now_ms)
+        self._tick(now_ms)
         for link in self._links:
             with link.using:
                 if link.outbox:  # What has come, or the tick, may have left something to be sent.
                     link.tick(now_ms)
                 has_more = (link.has_sent and link.has_news()) or has_more
         return has_more
+
+    def _tick(self, now_ms: int) -> None:
+        """Have a tick, if the last one was so long ago."""
+        if now_ms >= self._next_tick_ms:
+            self._next_tick_ms = now_ms + POLL_MS_MAX
+            self._had_work = not self._may_rest()
+            self._on_tick(now_ms)
 
 
 def _now_ms() -> int:

@@ -336,6 +336,36 @@ def test_a_thread_that_rests_is_woken_once(endpoint: str, monkeypatch: pytest.Mo
     assert len(rings) == 1
 
 
+@pytest.mark.slow
+def test_a_thread_rests_after_a_tick_without_work(endpoint: str) -> None:
+    """Goal: calls between the ticks of a busy engine wake no thread."""
+    ticks: list[tuple[int, bool]] = []
+    has_work = threading.Event()
+
+    def on_tick(now_ms: int) -> None:
+        ticks.append((now_ms, has_work.is_set()))
+        has_work.clear()
+
+    thread = LinkThread(
+        [make_link(endpoint, lambda _: None)], name="busy", on_tick=on_tick,
+        may_rest=lambda: not has_work.is_set(),
+    )  # fmt: skip
+    thread.start()
+    with host_tier(endpoint) as host:
+        host.hear(Hello)
+        host.say(welcome())
+        host.hear(Beat)
+        host.say(Alive(epoch=7))
+        wait_for(lambda: thread.is_resting)
+        has_work.set()
+        thread.wake()
+        host.hear(Beat)
+        wait_for(lambda: ticks[-1][1] is False and any(worked for _, worked in ticks))
+        thread.close()
+    at = next(at for at, (_, worked) in enumerate(ticks) if worked)
+    assert ticks[at + 1][0] - ticks[at][0] < BEAT_MS // 2, "it has rested until the next beat"
+
+
 GOOD = from_host_tier.encode(PULLED)
 BAD = [
     ((b"",), "malformed"),
