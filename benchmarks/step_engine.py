@@ -96,11 +96,12 @@ class Timed:
     def _timing(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
             self._depth += 1
-            wall, processor = time.perf_counter(), time.thread_time()
+            # The processor's clock takes 1 µs to read: a fourth of what a step's calls take.
+            processor, wall = time.thread_time(), time.perf_counter()
             try:
                 return call(*arguments, **named)
             finally:
-                processor, wall = time.thread_time() - processor, time.perf_counter() - wall
+                wall, processor = time.perf_counter() - wall, time.thread_time() - processor
                 self._depth -= 1
                 if not self._depth:
                     self.wall_s += wall
