@@ -214,6 +214,7 @@ class SchedulerSide:
         for request in output.preempted_req_ids or ():
             self._preempted(request)
         sent = self._take_ended_offers()
+        self._offers.begin_step()
         if self._states_handed_over:
             self._offers.hold_states(self._requests, states_of(output.kv_connector_block_state))
         for request in self._looks.begin_step(output.num_scheduled_tokens):
@@ -221,7 +222,7 @@ class SchedulerSide:
             if tracked is not None:
                 self._scheduled(request, tracked, output)
         self._offers.offer_of_others(self._requests, output.num_scheduled_tokens)
-        self._offers.send_if_due()
+        self._offers.end_step()
         loads, self._loads = tuple(self._loads), []
         waiting, self._waiting, self._rests = self._waiting, 0, not output.num_scheduled_tokens
         if self._rests and not loads and not sent and self._expects(waiting):
