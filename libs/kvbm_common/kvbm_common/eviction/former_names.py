@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.name_history import NAME, secret_factors
 
+PART_NAMES = 1 << 9
+"""Names that are looked at together: numbers of all of them took more memory than a block."""
 _LOW = np.uint64(2**32 - 1)
 _32 = np.uint64(32)
 
@@ -46,28 +48,41 @@ class FormerNames:
 
     def _place_all(self) -> None:
         """Fill the table in the order of where each name is searched from, with gaps between."""
-        homes, last = self._homes(), len(self._table) - 1
-        order = np.argsort(homes, kind="stable")
-        steps = np.arange(self._count)
-        entries = np.maximum.accumulate(homes[order] - steps) + steps
-        inside = entries <= last
-        np.frombuffer(self._table, np.uint32)[entries[inside]] = order[inside] + 1
-        for place in order[~inside].tolist():  # From the end of the table to its beginning.
+        both, size = self._homes_and_places(), len(self._table)
+        both.sort()
+        table, last = np.frombuffer(self._table, np.uint32), -1
+        around: list[int] = []
+        for first in range(0, self._count, PART_NAMES):
+            part = both[first : first + PART_NAMES]
+            places, steps = part & _LOW, np.arange(len(part))
+            entries = (part >> _32).astype(np.int64) - steps
+            entries[0] = max(entries[0], last + 1)
+            entries = np.maximum.accumulate(entries) + steps
+            last = int(entries[-1])
+            inside = int(np.searchsorted(entries, size))
+            table[entries[:inside]] = places[:inside] + np.uint64(1)
+            around += places[inside:].tolist()
+        for place in around:  # From the end of the table to its beginning.
             entry = 0
             while self._table[entry]:
                 entry += 1
-            assert entry < last, f"no entry of {last + 1} is left"
+            assert entry < size - 1, f"no entry of {size} is left"
             self._table[entry] = place + 1
 
-    def _homes(self) -> NDArray[np.int64]:
-        """Return where each name is searched first."""
-        names = np.frombuffer(b"".join(filter(None, self._names)), NAME)
-        assert len(names) == self._count, f"{len(names)} names of {self._count} are here"
-        halves: NDArray[np.uint64] = names.view(np.uint64).reshape(-1, 2)
-        low, high = halves[:, 0], halves[:, 1]
+    def _homes_and_places(self) -> NDArray[np.uint64]:
+        """Return where each name is searched first, in the high half, and its place in the low."""
         factor_high, factor_low = (np.uint64(one) for one in divmod(self._factor, 2**64))
-        keys: NDArray[np.uint64] = _high_of(low, factor_low) + high * factor_low + low * factor_high
-        return (keys >> np.uint64(self._shift - 64)).astype(np.int64)
+        both = np.arange(self._count, dtype=np.uint64)
+        for first in range(0, self._count, PART_NAMES):
+            part = both[first : first + PART_NAMES]
+            joined = b"".join(filter(None, self._names[first : first + PART_NAMES]))
+            names = np.frombuffer(joined, NAME)
+            assert len(names) == len(part), f"{len(names)} names of {len(part)} are here"
+            halves: NDArray[np.uint64] = names.view(np.uint64).reshape(-1, 2)
+            low, high = halves[:, 0], halves[:, 1]
+            keys = _high_of(low, factor_low) + high * factor_low + low * factor_high
+            part |= keys >> np.uint64(self._shift - 64) << _32
+        return both
 
     def __len__(self) -> int:
         return self._count

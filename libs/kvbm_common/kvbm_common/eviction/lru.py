@@ -30,7 +30,7 @@ class FreeOrder:
         """Free blocks, leaves first; only into an empty order."""
         assert not len(self), f"{len(self)} blocks are free already"
         if len(former):
-            self._former = FormerNames(former.leaves_first()[::-1])
+            self._former = FormerNames(reversed(former.leaves_first()))
         assert len(self) == len(former), f"{len(self)} of {former} are free"
 
     def free(self, block: SequenceHash) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -371,16 +371,23 @@ class SlabPool:
 
     def fill_policies(self, former: BlockColumns, tenant: Tenant) -> None:
         """Fill the policies of a tenant, which are new, with its blocks of a former life."""
-        units = self._units_of(former.block_bytes)
-        for size in self.sizes.values():
-            ours = units == size.units
-            if not ours.any():
-                continue
+        for size, ours in self._by_size(former):
             policy = self.policy_for(size, tenant)
             if policy is not size.policy:
-                for slot in former.slots[ours].tolist():
+                for slot in ours.slots.tolist():
                     self.policy_of[slot] = policy
-            policy.fill(former if ours.all() else former.only(ours))
+            policy.fill(ours)
+
+    def _by_size(self, former: BlockColumns) -> Iterator[tuple[SizeClass, BlockColumns]]:
+        """Yield the blocks of each class, which has their slots."""
+        if len(self.sizes) == 1:  # Nothing is computed: this is where a restart takes most memory.
+            yield next(iter(self.sizes.values())), former
+            return
+        units = self._units_of(former.block_bytes)
+        for size in list(self.sizes.values()):
+            ours = units == size.units
+            if ours.any():
+                yield size, former if ours.all() else former.only(ours)
 
     def _units_of(self, block_bytes: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return how many units the slot of each block has."""
