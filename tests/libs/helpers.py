@@ -78,9 +78,11 @@ class StrictLru(Lru):
         super().forget(block)
 
 
-def plain_table(slot_count: int, make: MakePolicy = lambda _: StrictLru()) -> SlotTable:
+def plain_table(
+    slot_count: int, make: MakePolicy = lambda _: StrictLru(), *, packs: bool = False
+) -> SlotTable:
     """A table whose slots take blocks of any size."""
-    return SlotTable(Layout.unsized(slot_count), make)
+    return SlotTable(Layout.unsized(slot_count), make, packs=packs)
 
 
 def policy_of(table: SlotTable) -> EvictionPolicy:

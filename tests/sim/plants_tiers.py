@@ -69,8 +69,8 @@ def keep_counting_for_a_tenant(patch: pytest.MonkeyPatch) -> None:
     """A block that leaves still counts for its tenant."""
     take_back = SlotTenants._take_back
 
-    def planted(table: SlotTenants, slot: int, block: Block) -> None:
-        take_back(table, slot, msgspec.structs.replace(block, bytes=0))
+    def planted(table: SlotTenants, slot: int, _size_bytes: int) -> None:
+        take_back(table, slot, 0)
 
     patch.setattr(SlotTenants, "_take_back", planted)
 

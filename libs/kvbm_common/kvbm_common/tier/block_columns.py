@@ -241,10 +241,6 @@ def _words(names: NDArray[np.void]) -> NDArray[np.uint64]:
     return np.ascontiguousarray(names).view(np.uint64).reshape(-1, 2)
 
 
-FOLDED = Block(SequenceHash(b""), SequenceHash(b""), b"", 0, 0)
-"""Stands for a block of a former life that is kept in columns only."""
-
-
 class FoldedBlocks:
     """Columns of blocks, unfolded from the oldest on; the columns go when nothing is left."""
 

@@ -8,7 +8,7 @@ the policy takes the run as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, is_
+from operator import is_
 
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.identity import SequenceHash
@@ -17,8 +17,6 @@ from kvbm_common.tier.slot_tenants import SlotTenants
 HANDED_OVER_MAX = 512
 """Blocks of a former policy that a commit after them brings to the one in force, 5 µs each. Longer
 chains stay where they are until they are used."""
-
-_name_of = attrgetter("hash")
 
 
 class SlotPins(SlotTenants):
@@ -30,11 +28,11 @@ class SlotPins(SlotTenants):
         """Keep a committed block from eviction; counts. `used`: a request asked for it by name."""
         assert slot not in self._discarded, f"slot {slot} is discarded"
         if used:
-            self.pool.policy_of[slot].touch(self.block(slot).hash)
+            self.pool.policy_of[slot].touch(self._name_in(slot))
             self.pool.used[slot] = self.pool.clock
         if self._pins[slot] == 0:
             self._move(slot, "pin")
-            self.pool.policy_of[slot].hold(self.block(slot).hash)
+            self.pool.policy_of[slot].hold(self._name_in(slot))
         self._pins[slot] += 1
 
     def pin_prefix(self, names: Sequence[SequenceHash], known: Sequence[int] = ()) -> list[int]:
@@ -62,10 +60,6 @@ class SlotPins(SlotTenants):
             policy.hold_all(ours)
         self._note_use(slots)
         return slots
-
-    def _names_in(self, slots: Sequence[int]) -> Sequence[SequenceHash]:
-        """Return the names of the committed blocks in these slots."""
-        return [*map(_name_of, self.blocks_in(slots))]
 
     def _by_policy(
         self, slots: Sequence[int], names: Sequence[SequenceHash]
@@ -104,7 +98,7 @@ class SlotPins(SlotTenants):
         for slot in gone:
             self._discarded.remove(slot)
             self._move(slot, "evict")
-            self._empty(slot)
+            self._empty(slot, self.bytes_in(slot))
 
     def renew_chain(self, last: SequenceHash, most: int) -> None:
         """Let a chain's blocks from its root to this one leave later than what came after them.
@@ -120,7 +114,7 @@ class SlotPins(SlotTenants):
                 return
             names.append(name)
             slots.append(slot)
-            name = self.block(slot).parent
+            name = self._parent_in(slot)
         used, clock = self.pool.used, self.pool.clock
         for slot in slots:
             used[slot] = clock
@@ -151,7 +145,7 @@ class SlotPins(SlotTenants):
                 policy.renew_all((name,))
                 continue
             policy_of[slot].forget(name)
-            policy.admit(name, self.block(slot).parent)
+            policy.admit(name, self._parent_in(slot))
             policy_of[slot] = policy
         return True
 
@@ -174,6 +168,6 @@ class SlotPins(SlotTenants):
                 continue
             former.free(name)
             former.forget(name)
-            policy.admit(name, self.block(slot).parent)
+            policy.admit(name, self._parent_in(slot))
             policy_of[slot] = policy
         return True

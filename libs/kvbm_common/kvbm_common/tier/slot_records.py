@@ -1,62 +1,49 @@
-"""Slot records: the state and the block of each slot, its moves, and the questions about them.
+"""Slot records: the state of each slot, its moves, and the questions about them.
 
-They are the lowest layer of a `SlotTable`: see `slots.py`.
+They are the layer of a `SlotTable` above its blocks: see `slots.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import is_
-from typing import cast
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.block_columns import FOLDED, BlockColumns, FoldedBlocks
-from kvbm_common.tier.block_lookup import BlockLookup
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.packed_blocks import FOLDED
 from kvbm_common.tier.slab_checks import check_pool
 from kvbm_common.tier.slab_pool import MakePolicy, SlabPool
+from kvbm_common.tier.slot_blocks import STRETCH_BITS, SlotBlocks
 from kvbm_common.tier.slot_states import MOVES, SLOT, SlotState
 from kvbm_common.tier.tenants import Tenants
 
-STRETCH_BITS = 10
-"""A stretch has 1,024 slots: a tier knows how many blocks are in each."""
-STRETCHES_MAX = 32
-"""Stretches of one part of a listing: it is bounded though blocks come before it is made."""
 
-
-class SlotRecords:
-    """State, generation, pins and block of each slot, by number, and the slot of each block.
+class SlotRecords(SlotBlocks):
+    """State, generation and pins of each slot, by number.
 
     They move slots and answer; which block comes, stays or leaves is decided above them.
     """
 
-    def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants) -> None:
-        """Start with slots that are not cut; `make` makes the policy of each size class."""
+    def __init__(
+        self, layout: Layout, make: MakePolicy, tenants: Tenants, *, packs: bool = False
+    ) -> None:
+        """Start with slots that are not cut; `make` makes the policy of each size class.
+
+        `packs`: blocks take much less memory, and it takes longer to return one.
+        """
+        super().__init__(packs=packs)
         self._tenants = tenants
         self._state: list[SlotState] = []
         self._generation: list[int] = []
         self._pins: list[int] = []
-        self._block: list[Block | None] = []
         self._staged: dict[int, SequenceHash] = {}
         """STAGED slot → the block that is on its way in."""
         self._staging: dict[SequenceHash, int] = {}
         """Block that is on its way in → its STAGED slot."""
-        self._slot: BlockLookup[int] = BlockLookup(0)
-        """The slot of each block that can be found."""
-        self._findable_count = 0
-        self._held_in: list[int] = []
-        """Stretch → the number of its slots that have a block."""
-        self._discarded: set[int] = set()
-        """ACTIVE slots whose block cannot be found any more."""
         self._abandoned: set[int] = set()
         """STAGED slots without a block: late bytes may still reach them."""
-        self._block_bytes = 0
-        self._folded = FoldedBlocks(BlockColumns.of({}))
-        self.folded_count = 0
-        """The number of `restore`d slots that are still to be unfolded; read at each lookup."""
         self.pool = self._pool_of(layout, make)
         """The pool that knows which slots are free, how long each is, and where it begins."""
 
@@ -65,12 +52,10 @@ class SlotRecords:
 
     def _grow(self, count: int) -> None:
         """Have so many slots more."""
+        super()._grow(count)
         self._state += [SlotState.RESET] * count
         self._generation += [0] * count
         self._pins += [0] * count
-        self._block += [None] * count
-        stretches = (len(self._block) - 1 >> STRETCH_BITS) + 1
-        self._held_in += [0] * (stretches - len(self._held_in))
         lengths = {len(self._state), len(self._generation), len(self._pins), len(self._block)}
         assert len(lengths) == 1, f"columns of {lengths} slots, after {count} more"
 
@@ -97,20 +82,6 @@ class SlotRecords:
 
     # --- one block, or some -----------------------------------------------------------------
 
-    def block(self, slot: int) -> Block:
-        """Return the committed block in a slot."""
-        block = self._block[slot]
-        assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
-        return block if block is not FOLDED else self._folded[slot]
-
-    def blocks_in(self, slots: Sequence[int]) -> list[Block]:
-        """Return the committed blocks in these slots, in their order."""
-        if self.folded_count:
-            return [self.block(slot) for slot in slots]
-        blocks = cast("list[Block]", [*map(self._block.__getitem__, slots)])
-        assert all(blocks), f"of {len(slots)} slots some hold no block"
-        return blocks
-
     def place(self, slot: int) -> int:
         """Return where a slot begins, in units: what messages and records call the slot."""
         assert slot >= 0, f"slot {slot} would be counted from the end"
@@ -120,22 +91,6 @@ class SlotRecords:
         """Return where each of these slots begins."""
         place_of = self.pool.place_of
         return [place_of[slot] for slot in slots]
-
-    def has_still(self, slots: Sequence[int], blocks: Sequence[Block]) -> bool:
-        """Tell whether these slots have these very blocks, and lookups find all of them."""
-        assert len(slots) == len(blocks), f"{len(blocks)} blocks in {len(slots)} slots"
-        if not all(map(is_, map(self._block.__getitem__, slots), blocks)):
-            return False
-        return not self._discarded or self._discarded.isdisjoint(slots)
-
-    def holds(self, block: SequenceHash) -> bool:
-        """Return whether a committed block is there."""
-        return block in self._slot
-
-    @property
-    def names(self) -> BlockLookup[int]:
-        """Return the committed blocks, in parts."""
-        return self._slot
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
         """Tell whether all of these are absent, and not on their way in."""
@@ -155,40 +110,7 @@ class SlotRecords:
         assert slot >= 0, f"slot {slot} would be counted from the end"
         return self._pins[slot]
 
-    def found_in(self, slots: range) -> list[tuple[int, Block]]:
-        """Return the blocks of some slots that can be found, each with its slot; none is folded."""
-        found: list[tuple[int, Block]] = []
-        for slot, block in zip(slots, self._block[slots.start : slots.stop], strict=True):
-            assert block is not FOLDED, f"the block in slot {slot} is folded"
-            if block is not None and slot not in self._discarded:
-                found.append((slot, block))
-        return found
-
-    def folded_in(self, slots: range) -> int:
-        """Count the folded blocks in some slots."""
-        assert slots.stop <= len(self._block), f"{slots} of {len(self._block)} slots"
-        return self._block[slots.start : slots.stop].count(FOLDED) if self.folded_count else 0
-
-    def _slot_of(self, name: SequenceHash) -> int:
-        """Return the slot of a block that can be found; raises KeyError when it cannot."""
-        slot = self._slot.get(name)
-        if slot is None:
-            raise KeyError(name)
-        return slot
-
-    def _lose_name(self, name: SequenceHash) -> int:
-        """Let a block be found no more; returns its slot, or raises KeyError."""
-        slot = self._slot.pop(name)
-        if slot is None:
-            raise KeyError(name)
-        self._findable_count -= 1
-        return slot
-
     # --- all blocks -------------------------------------------------------------------------
-
-    def blocks(self) -> list[Block]:
-        """Return all blocks that can be found, in the order of their slots."""
-        return [one for _, one in self._unfolded()]
 
     def by_place(self) -> dict[int, Block]:
         """Return all blocks that can be found, each by where its slot begins."""
@@ -196,62 +118,6 @@ class SlotRecords:
         found = {place_of[slot]: one for slot, one in self._unfolded()}
         assert len(found) == len(self), f"{len(self)} blocks in {len(found)} places"
         return found
-
-    def cut(self, blocks_max: int) -> list[list[range]]:
-        """Return ranges of slots in groups that have up to `blocks_max` blocks, or one stretch."""
-        parts: list[list[range]] = []
-        room = looks = 0
-        for at, held in enumerate(self._held_in):
-            if not held:
-                continue
-            if held > room or not looks:
-                parts.append([])
-                room, looks = blocks_max, STRETCHES_MAX
-            room, looks = room - held, looks - 1
-            parts[-1].append(range(at << STRETCH_BITS, at + 1 << STRETCH_BITS))
-        assert sum(map(len, parts)) <= len(self._held_in), f"{len(parts)} parts of {len(self)}"
-        return parts
-
-    def unfolded_in(self, slots: Iterable[range]) -> list[Block]:
-        """Return the blocks in some slots that can be found and are not folded."""
-        found: list[Block] = []
-        for some in slots:
-            blocks = self._block[some.start : some.stop]
-            if gone := self._discarded.intersection(some):
-                blocks = [one for slot, one in zip(some, blocks, strict=False) if slot not in gone]
-            found += [one for one in blocks if one is not None and one is not FOLDED]
-        assert len(found) <= len(self), f"{len(found)} of {len(self)} blocks"
-        return found
-
-    def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
-        """Return which of these blocks are here, and folded."""
-        if not self.folded_count:
-            return set()
-        slots = ((name, self._slot.get(name)) for name in names)
-        return {name for name, slot in slots if slot is not None and self._block[slot] is FOLDED}
-
-    def latest_folded(self, count: int) -> list[SequenceHash]:
-        """Return the `count` restored blocks that a former life committed last, oldest first."""
-        return self._folded.latest(count)
-
-    def _findable(self) -> list[tuple[int, Block]]:
-        """Return each slot whose block can be found, with what stands for that block."""
-        gone = self._discarded
-        slots = enumerate(self._block)
-        found = [(slot, one) for slot, one in slots if one is not None and slot not in gone]
-        assert len(found) == len(self), f"{len(found)} of {len(self)} blocks are in slots"
-        return found
-
-    def _unfolded(self) -> list[tuple[int, Block]]:
-        """Return each slot whose block can be found, with its block: columns are read once."""
-        if not self.folded_count:
-            return self._findable()
-        folded = self._folded.by_slot()
-        return [(slot, folded[slot] if one is FOLDED else one) for slot, one in self._findable()]
-
-    def __len__(self) -> int:
-        """Return how many blocks can be found."""
-        return self._findable_count
 
     # --- how many slots, and how large ------------------------------------------------------
 
@@ -310,11 +176,6 @@ class SlotRecords:
         retired = sum([len(slab.retired) for slab in self.pool.slabs])
         return counts | {"retired": retired, "total": sum(counts.values())}
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of all committed blocks, discarded ones included."""
-        return self._block_bytes
-
     # --- checks -----------------------------------------------------------------------------
 
     def staged(self) -> set[int]:
@@ -324,10 +185,6 @@ class SlotRecords:
     def pins(self) -> dict[int, int]:
         """Return the ACTIVE slots and how often each is pinned; for `check`."""
         return {slot: count for slot, count in enumerate(self._pins) if count}
-
-    def discarded(self) -> frozenset[int]:
-        """Return the slots of blocks that have left, and that are pinned still; for `check`."""
-        return frozenset(self._discarded)
 
     def check(self) -> None:
         """Assert every invariant; O(slots)."""
@@ -358,6 +215,8 @@ class SlotRecords:
         held_in = Counter(slot >> STRETCH_BITS for slot in held)
         assert self._held_in == [held_in[at] for at in range(len(self._held_in))]
         assert self._block_bytes == sum(self.block(slot).bytes for slot in held)
+        if self._packed is not None:
+            self._packed.check(set(held))
         folded = {slot for slot in held if self._block[slot] is FOLDED}
         assert folded <= self._folded.slots()
         assert self.folded_count == len(self._folded)

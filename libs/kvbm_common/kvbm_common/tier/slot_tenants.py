@@ -23,7 +23,8 @@ from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slab_pool import MakePolicy
 from kvbm_common.tier.slabs import SizeClass
-from kvbm_common.tier.slot_records import STRETCH_BITS, SlotRecords
+from kvbm_common.tier.slot_blocks import STRETCH_BITS
+from kvbm_common.tier.slot_records import SlotRecords
 from kvbm_common.tier.tenants import (
     TENANTS_MAX,
     Claim,
@@ -39,12 +40,19 @@ from kvbm_common.wire.tier_stats import TenantStats
 class SlotTenants(SlotRecords):
     """Slot records with the tenant of each slot. Without named tenants it costs nearly nothing."""
 
-    def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        make: MakePolicy,
+        tenants: Tenants | None = None,
+        *,
+        packs: bool = False,
+    ) -> None:
         """Start with slots without blocks."""
         self.tenants = Tenants() if tenants is None else tenants
         self._owner: list[Tenant | None] = []
         """Slot → the tenant of its block, if that has a name."""
-        super().__init__(layout, make, self.tenants)
+        super().__init__(layout, make, self.tenants, packs=packs)
 
     # --- questions --------------------------------------------------------------------------
 
@@ -129,23 +137,25 @@ class SlotTenants(SlotRecords):
             tenant.used_bytes += block.bytes
             tenant.block_count += 1
 
-    def _take_back(self, slot: int, block: Block) -> None:
+    def _take_back(self, slot: int, size_bytes: int) -> None:
         """Count a block that leaves a slot of a tenant with a name."""
         tenant, self._owner[slot] = self._tenant_in(slot), None
-        tenant.used_bytes -= block.bytes
+        tenant.used_bytes -= size_bytes
         tenant.block_count -= 1
         size = self.pool.slab_of[slot].size
         assert size is not None, f"slot {slot} is of no class"
         self.pool.policy_of[slot] = size.policy
 
-    def _empty(self, slot: int) -> None:
-        left = self.block(slot)
-        self._block_bytes -= left.bytes
-        assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
+    def _empty(self, slot: int, size_bytes: int) -> None:
+        """Take the block, which has so many bytes, out of a slot that is RESET again."""
+        self._block_bytes -= size_bytes
+        assert self._block_bytes >= 0, f"slot {slot} is empty: {self._block_bytes} bytes are left"
         self._block[slot] = None
+        if self._packed is not None:
+            self._packed.drop(slot)
         self._held_in[slot >> STRETCH_BITS] -= 1
         if self._owner[slot] is not None:
-            self._take_back(slot, left)
+            self._take_back(slot, size_bytes)
         self.pool.give_back(slot)
 
     def _note_use(self, slots: Sequence[int]) -> None:

@@ -1,11 +1,12 @@
 """Slots: the one machine that both tiers keep their blocks in. `slot_states` has its drawing.
 
-A `SlotTable` has four layers, each a class that extends the one below it, and two parts:
+A `SlotTable` has five layers, each a class that extends the one below it, and two parts:
 
     slots         SlotTable    blocks come and leave: stage, register, evict, discard, resize
     slot_pins     SlotPins     blocks stay: pin, unpin, renew a chain; policies learn of each use
     slot_tenants  SlotTenants  whose block it is: `_owner`; counts, shares, the next one to leave
-    slot_records  SlotRecords  all other columns: `_state`, `_generation`, `_pins`, `_block`; moves
+    slot_records  SlotRecords  all other numbers: `_state`, `_generation`, `_pins`; moves
+    slot_blocks   SlotBlocks   the block of each slot: `_block`, `_slot`, and columns of packed ones
 
     slab_pool     `pool`       which slots are free, how long each is, which policy has its block
     reclaim       `_reclaim`   which blocks make room for others
@@ -20,14 +21,15 @@ import numpy as np
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.eviction.succession import Succession
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.block_columns import FOLDED, BlockColumns, FoldedBlocks
+from kvbm_common.tier.block_columns import BlockColumns, FoldedBlocks
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.packed_blocks import FOLDED
 from kvbm_common.tier.reclaim import Reclaim, Victims
 from kvbm_common.tier.slab_pool import MakePolicy
 from kvbm_common.tier.slabs import Slab
+from kvbm_common.tier.slot_blocks import STRETCH_BITS
 from kvbm_common.tier.slot_pins import SlotPins
-from kvbm_common.tier.slot_records import STRETCH_BITS
 from kvbm_common.tier.slot_states import SlotState
 from kvbm_common.tier.tenants import MayLeave, Tenants
 
@@ -47,9 +49,19 @@ JOINED_MAX = 256
 class SlotTable(SlotPins):
     """The slots of one tier: blocks come, stay and leave, each by a transition of SLOT."""
 
-    def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants | None = None) -> None:
-        """Start with empty slots; `make` makes the policies of each size class."""
-        super().__init__(layout, make, tenants)
+    def __init__(
+        self,
+        layout: Layout,
+        make: MakePolicy,
+        tenants: Tenants | None = None,
+        *,
+        packs: bool = False,
+    ) -> None:
+        """Start with empty slots; `make` makes the policies of each size class.
+
+        `packs`: see `packed_blocks`. It is for tiers of many blocks that are seldom used.
+        """
+        super().__init__(layout, make, tenants, packs=packs)
         self._reclaim = self._new_reclaim()
         self._is_joining = False
         """Former policies are too many, and have still to be joined."""
@@ -141,7 +153,7 @@ class SlotTable(SlotPins):
     def _idle_in(self, slab: Slab) -> list[SequenceHash]:
         """Return the blocks of a slab that can be evicted."""
         states = enumerate(self._state[slab.slots], slab.first)
-        return [self.block(slot).hash for slot, state in states if state is SlotState.INACTIVE]
+        return [*self._names_in([slot for slot, one in states if one is SlotState.INACTIVE])]
 
     # --- moves ------------------------------------------------------------------------------
 
@@ -180,34 +192,43 @@ class SlotTable(SlotPins):
 
     def register_all(self, entries: Sequence[tuple[int, Block]]) -> None:
         """Commit a batch, and free it leaf first: the root of a chain outlives its leaf."""
-        staged, blocks, held_in = self._staged, self._block, self._held_in
         policy_of, used, clock = self.pool.policy_of, self.pool.used, self.pool.clock
+        slots = [slot for slot, _ in entries]
         self._come(entries)
-        self._move_all([slot for slot, _ in entries], "register")
+        self._move_all(slots, "register")
         if self.pool.has_switched:
             if self._is_joining:
                 self._join_formers()
-            for slot, _ in entries:
+            for slot in slots:
                 policy_of[slot] = self._policy_in_force(slot)
-        for slot, block in entries:
-            name = block.hash
-            assert staged.get(slot) == name, f"slot {slot} was not staged for this block"
-            del staged[slot], self._staging[name]
-            blocks[slot] = block
-            held_in[slot >> STRETCH_BITS] += 1
-            self._block_bytes += block.bytes
+        self._hold(entries)
+        for slot in slots:
             used[slot] = clock
-        slots, names = [slot for slot, _ in entries], [block.hash for _, block in entries]
+        parent_of = {block.hash: block.parent for _, block in entries}
+        names = [*parent_of]
         self._slot.set_each(names, slots)
         self._findable_count += len(entries)
-        parent_of = {block.hash: block.parent for _, block in entries}
+        if self._packed is not None:
+            self._packed.pack(entries, self._slot.get)
         for policy, ours in self._by_policy(slots, names):
             policy.admit_all(ours, [parent_of[name] for name in ours])
         # In the order of the entries: it says which chain is the older one afterwards.
-        new = set(names)
-        parents = dict.fromkeys(block.parent for _, block in entries if block.parent not in new)
+        parents = dict.fromkeys([one for one in parent_of.values() if one not in parent_of])
         for parent in parents:
             self.renew_chain(parent, RENEWED_PER_BLOCK * len(entries) // len(parents))
+
+    def _hold(self, entries: Sequence[tuple[int, Block]]) -> None:
+        """Put staged blocks into their slots."""
+        staged, staging, blocks, held_in = self._staged, self._staging, self._block, self._held_in
+        length = 0
+        for slot, block in entries:
+            name = block.hash
+            assert staged.get(slot) == name, f"slot {slot} was not staged for this block"
+            del staged[slot], staging[name]
+            blocks[slot] = block
+            held_in[slot >> STRETCH_BITS] += 1
+            length += block.bytes
+        self._block_bytes += length
 
     def abort(self, slot: int) -> None:
         """Reset a staged slot, because its bytes did not arrive, or not intact."""
@@ -233,7 +254,11 @@ class SlotTable(SlotPins):
         assert not self._state, "slots are in use"
         left = BlockColumns.of(blocks)
         former = left.moved(self.pool.adopt(left.slots, left.block_bytes))
-        self._slot.set_each(former.names, former.slots.tolist())
+        slots = former.slots.tolist()
+        self._slot.set_each(former.names, slots)
+        if self._packed is not None:
+            self._packed.restore(slots, former.names)
+        del slots
         self._findable_count = len(former)
         assert len(self._slot) == len(former), "a block is in two slots"
         count = len(self._state)
@@ -253,14 +278,15 @@ class SlotTable(SlotPins):
 
     def unfold(self, count: int) -> list[Block]:
         """Unfold the next `count` restored blocks; returns those that can still be found."""
-        found: list[Block] = []
-        for slot, block in self._folded.take(count):
-            if self._block[slot] is FOLDED:  # Else it has left, and perhaps another has come.
-                self._block[slot] = block
-                if slot not in self._discarded:
-                    found.append(block)
+        # Others have left, and perhaps a block has come in their place.
+        left = [one for one in self._folded.take(count) if self._block[one[0]] is FOLDED]
         self.folded_count = len(self._folded)
-        return found
+        if self._packed is not None:
+            self._packed.pack(left, self._slot.get)
+        else:
+            for slot, block in left:
+                self._block[slot] = block
+        return [block for slot, block in left if slot not in self._discarded]
 
     def evict(self, name: SequenceHash) -> Block:
         """Give up an INACTIVE block."""
@@ -268,7 +294,7 @@ class SlotTable(SlotPins):
         block = self.block(slot)
         self._move(slot, "evict")
         self.pool.policy_of[slot].forget(name)
-        self._empty(slot)
+        self._empty(slot, block.bytes)
         return block
 
     def discard(self, name: SequenceHash) -> Block | None:
@@ -335,6 +361,6 @@ class SlotTable(SlotPins):
         for name in names:
             slot = self._slot_of(name)
             joined.forget(name)
-            older.admit(name, self.block(slot).parent)
+            older.admit(name, self._parent_in(slot))
             self.pool.policy_of[slot] = older
         assert len(joined) == count - len(names), f"{len(joined)} of {count} free blocks are left"

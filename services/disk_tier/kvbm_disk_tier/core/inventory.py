@@ -65,7 +65,7 @@ class Inventory:
 
     def _new_table(self, layout: Layout) -> SlotTable:
         make = partial(make_policy, self.policy_name)
-        return SlotTable(layout, make, Tenants(self._tenant_shares))
+        return SlotTable(layout, make, Tenants(self._tenant_shares), packs=True)
 
     def opened(self, event: StoreOpened, now_ms: int) -> None:
         """Take the blocks of the journal over, and begin to announce them."""

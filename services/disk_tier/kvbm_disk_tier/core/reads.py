@@ -183,7 +183,7 @@ class Reads:
             if slot is None:
                 self._counts["dropped.fill_gone"] += 1
                 continue
-            if rounded_up(table.block(slot).bytes) > room:
+            if rounded_up(table.bytes_in(slot)) > room:
                 self._counts["dropped.fill_too_large"] += 1
                 too_large[name] = "too_large"
                 continue
@@ -249,7 +249,7 @@ class Reads:
             if reason in lost and table.find(name) == slot:
                 lost[reason].append((slot, table.block(slot)))
         counts["fill_blocks"] += len(intact)
-        sizes = [table.block(slot).bytes for slot in read.slots.values()]
+        sizes = [table.bytes_in(slot) for slot in read.slots.values()]
         counts["bytes.read"] += read.load if self._store.kind.sized else sum(sizes)
         table.unpin(read.slots.values())
         for reason, entries in lost.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash, hash_from_hex
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX, Announcer, runs_of
-from kvbm_common.tier.slot_records import STRETCH_BITS
+from kvbm_common.tier.slot_blocks import STRETCH_BITS
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Event, Removed, Run, Stored, event_codec
 

@@ -25,7 +25,7 @@ from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.leases import PIN, Lease, LeaseTable
 from kvbm_common.tier.machine import InvalidTransition
-from kvbm_common.tier.slot_records import STRETCH_BITS, STRETCHES_MAX
+from kvbm_common.tier.slot_blocks import STRETCH_BITS, STRETCHES_MAX
 from kvbm_common.tier.slots import Block, SlotTable
 
 from tests.libs.helpers import block, make_room, name, names, plain_table, policy_of
@@ -506,11 +506,12 @@ REASONS = st.sampled_from([PIN, "test"])
 class SlotsAndLeases(RuleBasedStateMachine):
     """Four slots, six blocks, two owners; a model of plain dicts says what must be true."""
 
+    packs = False
     leases: Bundle[Lease] = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = plain_table(4)
+        self.table = plain_table(4, packs=self.packs)
         self.lease_table = LeaseTable()
         self.diary = Diary()
         self.now_ms = 0
@@ -676,7 +677,10 @@ class SlotsAndLeases(RuleBasedStateMachine):
             story = self.diary.story(name(number))
             assert self.table.find(name(number)) == self.committed.get(name(number)), story
             assert self.table.is_staging(name(number)) == (name(number) in self.staged), story
-        assert {found.hash for found in self.table.blocks()} == self.committed.keys()
+        wanted = {slot: block(int.from_bytes(one, "big")) for one, slot in self.committed.items()}
+        slots = sorted(wanted)
+        assert self.table.blocks() == self.table.blocks_in(slots) == [wanted[one] for one in slots]
+        assert all(self.table.block(slot) == one for slot, one in wanted.items())
         assert len(self.table) == len(self.committed)
         assert self.table.staged() == {*self.staged.values(), *self.abandoned}
         made = range(self.table.slots_made)  # All, once the first was staged.
@@ -704,8 +708,16 @@ class SlotsAndLeases(RuleBasedStateMachine):
         self.table.check()
 
 
+class PackedSlotsAndLeases(SlotsAndLeases):
+    """The same of a table whose blocks are columns."""
+
+    packs = True
+
+
 SlotsAndLeases.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+PackedSlotsAndLeases.TestCase.settings = SlotsAndLeases.TestCase.settings
 TestSlotsAndLeases = SlotsAndLeases.TestCase
+TestPackedSlotsAndLeases = PackedSlotsAndLeases.TestCase
 
 
 # --- runs of pins -------------------------------------------------------------------------------
