@@ -11,7 +11,7 @@ _BLOCKS = {
     "Adaptive", "Contest", "Duel", "Former", "FormerNames", "FreeOrder", "Lfu", "Lru",  # policies
     "Miniature", "Node", "Nodes", "OneByOne", "PrefixPolicy", "RecentNames", "ReuseCurves",
     "Sketch", "Succession", "Way", "_Chosen", "_Marks", "_Use",
-    "HeldBlock", "RankView", "Run", "Stored", "Removed",  # consolidator, and events
+    "HeldBlock", "RankView", "Run", "Stored", "Removed", "RawStored", "RawRemoved",  # and events
     "Chains", "Segment",  # index
     "RankPieces", "Pieces", "Lanes", "PullPart", "Share",  # of the last 256 parts of engines
 }  # fmt: skip
