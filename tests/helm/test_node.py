@@ -108,17 +108,17 @@ def test_what_compose_shares_the_pod_shares() -> None:
         assert "add" not in container["securityContext"]["capabilities"]
 
 
+@pytest.mark.parametrize("block_bytes", [2_000_000, 100_000])
 @pytest.mark.parametrize("bucket_blocks", [0, 3_000_000])
 @pytest.mark.parametrize("disk_gb", [0, 4, 30_000])
 @pytest.mark.parametrize("cache_gb", [1, 1_500])
 def test_a_host_tier_has_memory_for_the_blocks_of_arena_disk_and_bucket(
-    cache_gb: int, disk_gb: int, bucket_blocks: int
+    cache_gb: int, disk_gb: int, bucket_blocks: int, block_bytes: int
 ) -> None:
     """Goal: a node with terabytes of disk is not killed for the tables of its host tier.
 
     What the host tier declares stays below the limit, where blocks have the least size.
     """
-    block_bytes = 2_000_000
     arguments = ["--set", f"node.hostTier.cacheGB={cache_gb},node.diskTier.cacheGB={disk_gb}"]
     arguments += ["--set-json", f"node.hostTier.blockMB={block_bytes / 1e6}"]
     if bucket_blocks:

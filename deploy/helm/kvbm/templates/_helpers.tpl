@@ -82,7 +82,7 @@ are, and both end a line of YAML. */}}
 {{- end -}}
 
 {{/* Megabytes that a host tier needs for tables of blocks: 2048 bytes for each slot, 320 for each block
-of disk and bucket, and 300 for each of all, up to 201 MB, to remember which have left. */}}
+of disk and bucket. To remember which have left: 300 for each slot, or for each of all up to 201 MB. */}}
 {{- define "kvbm.tablesMB" -}}
 {{- $tier := .Values.node.hostTier -}}
 {{- $blocksPerGB := divf 1000.0 (float64 $tier.blockMB) -}}
@@ -93,5 +93,6 @@ of disk and bucket, and 300 for each of all, up to 201 MB, to remember which hav
 {{- $isNumber := or (kindIs "float64" $inBucket) (regexMatch "^[1-9][0-9]*$" (toString $inBucket)) -}}
 {{- $below = addf $below (ternary $inBucket 100000 $isNumber | float64) -}}
 {{- end -}}
-{{- addf (mulf $slots 0.002048) (mulf $below 0.00032) (minf 201.0 (mulf (addf $slots $below) 0.0003)) -}}
+{{- $left := maxf (mulf $slots 0.0003) (minf 201.0 (mulf (addf $slots $below) 0.0003)) -}}
+{{- addf (mulf $slots 0.002048) (mulf $below 0.00032) $left -}}
 {{- end -}}
