@@ -116,6 +116,7 @@ class Link:
     """The version of the shard map that names `endpoint`; 0: it is our own endpoint."""
     greeted: Any = None
     """The last greeting that was sent, as `hello` made it."""
+    was_welcomed: bool = False
     home: str = ""
     moved: Moved | None = None
     """The message that names where to go to once nothing is under way; None: none has come."""
@@ -126,8 +127,7 @@ class Link:
     def open(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
         """Connect; ZMQ reconnects by itself, unless the other side has broken its protocol.
 
-        If its keys cannot be read, the socket stays unconnected. A link that hears nothing is
-        opened again.
+        If its keys cannot be read, the socket stays unconnected. A deaf link is opened again.
         """
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -199,6 +199,9 @@ class Link:
         beats = self.state in ATTACHED and now_ms >= self.next_beat_ms
         if beats and self.unanswered == SILENCE_BEATS and self._is_gone(now_ms):
             return
+        if self.was_welcomed and self.state in ATTACHED and self.hello() != self.greeted:
+            self._greet()  # What was said before the welcome was dropped.
+        self.was_welcomed = False
         if self.state is LinkState.LEAVING and self.may_leave():
             self._leave(now_ms)
         elif self.state not in ATTACHED:
@@ -304,8 +307,7 @@ class Link:
                     log.info("%s: attached", self.name)
                     self._move("welcomed")
                     self.next_beat_ms = now_ms + BEAT_MS
-                    if self.hello() != self.greeted:  # What was said meanwhile was dropped.
-                        self._greet()
+                    self.was_welcomed = True  # `tick` looks at it: it has the socket.
                 self.epoch = message.epoch
                 self.on_message(message)
             case _:
@@ -319,10 +321,8 @@ class Link:
         kind = "refused" if is_greeting else "refused_message"
         if refused.code == "arena_refused":
             kind = "no_arena"  # It may follow another refusal at once, and must be logged.
-        self.limiter.warning(
-            kind,
-            f"{self.name} refused {refused.about}: {refused.message} ({refused.code})",
-        )
+        why = f"{refused.message} ({refused.code})"
+        self.limiter.warning(kind, f"{self.name} refused {refused.about}: {why}")
 
     def _moved(self, moved: Moved, now_ms: int) -> None:
         """Go to another host tier, at once or when nothing is under way here."""
