@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -43,6 +44,8 @@ MARKS: Mapping[str, str] = {
 PUSHED_FORMATS = frozenset({"dummy", "flash_rl"})
 """Load formats whose weights come later, or are loaded again while the engine serves."""
 VALUE_BYTES = 8
+WRITE_AGAIN_S = 1.0
+"""The shortest time from a write that failed to the next one."""
 
 
 def marks_of_pushed_weights(arguments: Any) -> list[str]:
@@ -146,12 +149,13 @@ class EngineGeneration:
         self._lock = threading.Lock()
         self._limiter = OncePerKind(log)
         self._value = b""
-        self._ignored = b""
-        """The value before: the file may hold it where a write has failed. It is not read again."""
+        self._is_untold = False
+        """Our value is not in the file: a write has failed. What the file holds is older."""
+        self._next_write_s = 0.0
         self.close()  # An earlier attachment of this engine may have left a file.
 
     def read(self) -> bytes:
-        """Return the present value; a writer replaces a file that is lost.
+        """Return the present value; a writer replaces a file that is lost, or could not be written.
 
         Raises OSError when the file is there and cannot be read.
         """
@@ -159,7 +163,10 @@ class EngineGeneration:
             if self._path is None:
                 return self._value
             found = self._found(self._path)
-            if found and found != self._ignored:
+            if self._is_untold:
+                if time.monotonic() >= self._next_write_s:
+                    self._write(self._path)
+            elif found:
                 self._value = found
             elif not found and not self._is_writer:
                 self._value = b""
@@ -172,7 +179,7 @@ class EngineGeneration:
         with self._lock:
             if not self._is_writer:
                 return
-            self._ignored, self._value = self._value, secrets.token_bytes(VALUE_BYTES)
+            self._value = secrets.token_bytes(VALUE_BYTES)
             if self._path is not None:
                 self._write(self._path)
 
@@ -183,15 +190,17 @@ class EngineGeneration:
             return b""
 
     def _write(self, path: Path) -> None:
-        """Tell the others. Where that fails they find nothing of what is stored from now on."""
+        """Tell the others. Where that fails they find nothing of what is stored until a later read
+        has written it."""
+        self._is_untold = True
         draft = path.with_suffix(f".{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft.write_bytes(self._value)
             os.replace(draft, path)
+            self._is_untold = False
         except OSError as error:
-            with suppress(OSError):
-                self._ignored = self._found(path)
+            self._next_write_s = time.monotonic() + WRITE_AGAIN_S
             self._limiter.warning(
                 "unwritable", f"other ranks find no page until {path} is written: {error}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
@@ -48,3 +49,9 @@ class HeldLookups:
         taken = list(self._held.values())
         self._held.clear()
         return taken
+
+
+def refuse_twice(names: Sequence[SequenceHash]) -> None:
+    """Raise ValueError at a page that comes twice: the host tier would refuse it unanswered."""
+    if len(set(names)) < len(names):
+        raise ValueError("a page twice in one call")

@@ -28,7 +28,7 @@ from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Hit, LoadResult, OfferRun, offers_of
 from kvbm_connectors.sglang.committed_pages import CommittedPages
-from kvbm_connectors.sglang.held_lookups import Held, HeldLookups
+from kvbm_connectors.sglang.held_lookups import Held, HeldLookups, refuse_twice
 from kvbm_connectors.sglang.hits import trailing_lengths
 from kvbm_connectors.sglang.options import CALL_MAX_S, Options
 from kvbm_connectors.sglang.page_offers import POLL_S, PageOffers, parts_of
@@ -36,8 +36,7 @@ from kvbm_connectors.sglang.page_offers import POLL_S, PageOffers, parts_of
 log = logging.getLogger(__name__)
 
 QUESTION_LEAST_MS = 200
-"""The shortest wait for an answer, where the time of a call is used up: it is there by then unless
-the host tier stands still."""
+"""The shortest wait for an answer: it is there by then unless the host tier stands still."""
 PRESENT_MAX = 64
 """Lookups of single pages that are asked at once."""
 SLOW_LOAD_S = 30.0
@@ -155,6 +154,7 @@ class Store:
         if not names:
             return 0
         asked = tuple(names)
+        refuse_twice(asked)
         with self._changed:
             if self._is_known(asked):
                 self.counts["known_pages"] += len(asked)
@@ -222,15 +222,17 @@ class Store:
             self._give_back(missed)
 
     def _ask_each(
-        self, names: Sequence[SequenceHash], asked: Sequence[int], found: list[bool], left_ms: int
-    ) -> None:
-        """Look these pages up one by one, and note those that can be had in the time left."""
+        self, names: Sequence[SequenceHash], asked: Sequence[int], found: list[bool], left_ms: int,
+        *, trusts: bool = False,
+    ) -> None:  # fmt: skip
+        """Look pages up one by one; `trusts`: one that failed to load lately counts as here."""
         part = {i: Held(self._new_request(), (names[i],), only_asks=True) for i in asked}
         with self._changed:
             for held in part.values():
                 self._look_up(held, left_ms=left_ms)
             for index, held in part.items():
-                found[index] = self._answer(held).blocks > 0
+                hit = self._answer(held)
+                found[index] = hit.blocks > 0 or (trusts and hit.reason == "avoided")
                 self._give_back(held)
 
     def _leased(
@@ -238,8 +240,7 @@ class Store:
     ) -> tuple[Held, int]:
         """Return a lookup of these pages, and how many it has found: that of `find` where it has
         all of them, or a new one. Both have one deadline. One without a page is given back."""
-        if len(set(names)) < len(names):  # The host tier would refuse it, and not answer.
-            raise ValueError("a page twice in one call")
+        refuse_twice(names)
         give_up_s = min(give_up_s, time.monotonic() + self._onboard_deadline_ms / 1000)
         held = self._held.take(names)
         if held is not None:
@@ -350,11 +351,11 @@ class Store:
             if (count := self._offers.pull([part], last_s)) is None:
                 return False
             pulled += count
+        # What was pulled is committed, and listed, when these questions are answered.
+        committed = not pulled or self._are_here([part.hashes[-1] for part in parts], last_s)
         if pulled == len(run.hashes):  # Each part is committed as a whole, or not at all.
-            return all(self._is_committed(part.hashes[-1], last_s) for part in parts)
-        if pulled:  # What was pulled is committed, and listed, when this question is answered.
-            self._is_committed(run.hashes[-1], last_s)
-        return self._is_settled(run, give_up_s)
+            return committed
+        return self._is_settled(run, last_s if self._listed(run.hashes) is None else give_up_s)
 
     def _is_settled(self, run: OfferRun, give_up_s: float) -> bool:
         """Wait for pages that another engine was storing: they are there, or are offered again."""
@@ -364,7 +365,7 @@ class Store:
             if again is None or self._closed or time.monotonic() > give_up_s:
                 return False
             if again:
-                self._is_committed(run.hashes[missing[-1]], give_up_s)
+                self._are_here([run.hashes[missing[-1]]], give_up_s)
             with self._changed:
                 self._wait(lambda: False, pause_s)
             pause_s = min(max(2 * pause_s, 0.005), 8 * POLL_S)
@@ -376,18 +377,24 @@ class Store:
         listed = self._listed(names)
         found = listed or [False] * len(names)
         missing = [place for place, here in enumerate(found) if not here]
-        for start in range(0, len(missing) if asks or listed is None else 0, PRESENT_MAX):
-            left_ms = min(int(1000 * (give_up_s - time.monotonic())), self._onboard_deadline_ms)
-            if left_ms > 0:
-                self._ask_each(names, missing[start : start + PRESENT_MAX], found, left_ms)
+        if asks or listed is None:
+            self._ask_in_parts(names, missing, found, give_up_s)
         return [place for place in missing if not found[place]]
 
-    def _is_committed(self, name: SequenceHash, give_up_s: float) -> bool:
-        """Return whether a page is committed. Our confirmation went ahead on the same socket, so
-        the answer comes after the commit."""
-        held = Held(self._new_request(), (name,), only_asks=True)
-        with self._changed:
-            hit = self._answer(held, give_up_s)
-            self._give_back(held)
-        # A page that failed to load lately is not looked up: then the pull's word must do.
-        return hit.blocks > 0 or hit.reason == "avoided"
+    def _ask_in_parts(
+        self, names: Sequence[SequenceHash], asked: list[int], found: list[bool], give_up_s: float
+    ) -> None:
+        """Ask about pages until the time is up, and once at least."""
+        for start in range(0, len(asked), PRESENT_MAX):
+            left_ms = int(1000 * (give_up_s - time.monotonic()))
+            if start and left_ms <= 0:
+                return
+            left_ms = min(max(QUESTION_LEAST_MS, left_ms), self._onboard_deadline_ms)
+            self._ask_each(names, asked[start : start + PRESENT_MAX], found, left_ms, trusts=True)
+
+    def _are_here(self, names: Sequence[SequenceHash], give_up_s: float) -> bool:
+        """Return whether all of these pages are committed. Our confirmation went ahead on the same
+        socket, so the answers come after the commit."""
+        found = [False] * len(names)
+        self._ask_in_parts(names, list(range(len(names))), found, give_up_s)
+        return all(found)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kvbm_common.errors import ConfigError
+from kvbm_connectors.sglang import flushes as flushes_module
 from kvbm_connectors.sglang.flushes import (
     EngineGeneration,
     FlushWatch,
@@ -22,6 +23,7 @@ from kvbm_connectors.sglang.storage import Storage
 
 from tests.connectors.sglang.conftest import Attach
 from tests.connectors.sglang.pool import Config, Pool, keys_of
+from tests.waiting import wait_for
 
 
 class HostPool(Pool):
@@ -229,6 +231,31 @@ def test_a_file_that_cannot_be_written_hides_what_was_stored(
     assert len({told, writer.read(), reader.read()}) == 3
     assert "other ranks find no page" in caplog.text
     path.parent.unlink()
+    wait_for(lambda: writer.read() == reader.read() != told)
+
+
+@pytest.mark.parametrize("is_unreadable", [True, False])
+@pytest.mark.parametrize("flushes", [1, 2])
+def test_old_weights_stay_hidden_when_a_directory_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: int, *, is_unreadable: bool
+) -> None:
+    """1. The directory is a link to itself, or a file, while SGLang flushes. 2. It is back, with
+    the old value: the writer does not take it, and writes its own after a while."""
+    monkeypatch.setattr(flushes_module, "WRITE_AGAIN_S", 0.0)
+    path = path_of(tmp_path)
+    writer, reader = EngineGeneration(path), EngineGeneration(path, is_writer=False)
+    writer.renew()
+    told, aside = writer.read(), path.parent.with_name("aside")
+    path.parent.rename(aside)
+    if is_unreadable:
+        path.parent.symlink_to(path.parent)
+    else:
+        path.parent.write_text("")
+    for _ in range(flushes):
+        writer.renew()
+    path.parent.unlink()
+    aside.rename(path.parent)
+    assert path.read_bytes() == told
     assert writer.read() == reader.read() != told
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.core import messages as messages_module
 from kvbm_connectors.core.messages import OFFER_BLOCKS_MAX, Hit, OfferRun
 from kvbm_connectors.core.outbox import Outbox
 from kvbm_connectors.sglang import options as options_module
@@ -298,6 +300,15 @@ def test_parts_of_a_long_write_share_the_time_of_a_call(
     assert halves[0].counts()["offers_ended.revoked"] == 1
 
 
+def test_a_page_twice_in_a_question_is_a_miss(attach: Attach) -> None:
+    """Also where the host tier lists all of its pages: the load would find none."""
+    pool = Pool()
+    storage, keys = attach(pool), keys_of("asked twice", COUNT)
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    assert storage.exists([*keys[:-1], keys[0]]) == 0
+    assert storage.exists(keys) == COUNT
+
+
 def test_a_page_twice_in_a_load_is_a_miss_at_once(attach: Attach) -> None:
     """The host tier refuses such a question, and its answer would be waited for in vain."""
     pool = Pool()
@@ -308,3 +319,37 @@ def test_a_page_twice_in_a_load_is_a_miss_at_once(attach: Attach) -> None:
     found = storage.all_counts()
     assert (found["failed.get.ValueError"], found.get("kv.lookups_unanswered", 0)) == (1, 0)
     assert storage.get(keys[:-1], pool.indices(range(COUNT - 1))) == [True] * (COUNT - 1)
+
+
+def test_a_write_without_a_list_trusts_a_page_that_failed_to_load_lately(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: no write waits for its deadline where all of its pages are stored. The host tier has
+    no room for a list, and the engine asks for no page that has failed it."""
+    pool, keys = Pool(), keys_of("avoided", COUNT)
+    storage = attach(pool)
+    monkeypatch.setattr(CommittedPages, "which", lambda *_given, **_named: None)
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    monkeypatch.setattr(SchedulerHalf, "lookup", lambda *_given, **_named: Hit(0, reason="avoided"))
+    began_s = time.monotonic()
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    assert time.monotonic() - began_s < 2
+
+
+def test_the_parts_of_a_long_write_are_asked_about_at_once(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages_module, "OFFER_BLOCKS_MAX", 1)
+    pool, keys = Pool(), keys_of("at once", COUNT)
+    storage = attach(pool)
+    asked: list[str] = []
+    real = SchedulerHalf.lookup
+
+    def lookup(half: SchedulerHalf, request: str, *rest: Any, **named: Any) -> Hit | None:
+        hit = real(half, request, *rest, **named)
+        asked.append(request)
+        return hit
+
+    monkeypatch.setattr(SchedulerHalf, "lookup", lookup)
+    assert storage.set(keys, pool.indices(range(COUNT)), None) == [True] * COUNT
+    assert len(set(asked[:COUNT])) == COUNT
