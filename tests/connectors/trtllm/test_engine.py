@@ -289,7 +289,7 @@ def test_a_promise_outlives_the_host_tier(stack: LiveStack, monkeypatch: Monkey)
         assert engine.ask(range(7000, 7020)).external == 16
 
 
-def test_an_engine_has_no_connection_to_the_host_tier(
+def test_an_engine_opens_no_connection_to_the_host_tier(
     stack: LiveStack, monkeypatch: Monkey
 ) -> None:
     """Its workers lend their memory, and read promises. UCX ended the engine's process where the
