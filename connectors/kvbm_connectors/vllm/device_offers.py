@@ -140,8 +140,11 @@ class DeviceOffers:
                 self._hold(tracked, at, {tokens // self._groups[at].block_tokens - 1: block})
 
     def hold_last_tail(self, tracked: Tracked, tables: Tables) -> None:
-        """Hold the last blocks of windows and chunks of a request that ends, where the next turn
-        begins: those that no offer or load has brought to the host tier."""
+        """Hold the last blocks of windows and chunks of a request that ends: the next turn begins
+        there.
+
+        Those that an offer or a load has brought to the host tier need not be held.
+        """
         end = self._final(tracked) // self._boundary_tokens * self._boundary_tokens
         if self._holds is None or not self._holds.ready or tracked.refused or not end:
             return
@@ -255,18 +258,15 @@ class DeviceOffers:
             self._unsent.append(_Part(tracked, part, group, held))
             self.known.add(part.hashes)
 
-    def begin_step(self) -> None:
-        """Offer what has waited, if it is enough or was long: a step that looks at requests takes
-        the longest, and leaves it to a later one."""
+    def send_if_due(self) -> None:
+        """Offer what was found, unless it can wait for more."""
+        if not self._unsent:
+            return
+        self._steps_waited += 1
         found = sum(len(part.run.blocks) for part in self._unsent)
-        if found >= DECODED_TOGETHER or self._steps_waited >= WAIT_STEPS_MAX:
-            self.send(hurry=False)
-
-    def end_step(self) -> None:
-        """Offer what was found, unless all of it can wait for a later step."""
-        self._steps_waited += 1 if self._unsent else 0
-        if self._unsent and not self._can_wait:
-            self.send()
+        is_enough = found >= DECODED_TOGETHER or self._steps_waited >= WAIT_STEPS_MAX
+        if is_enough or not self._can_wait:
+            self.send(hurry=not self._can_wait)
 
     def preempted(self, tracked: Tracked) -> None:
         """End the offers of a request, and those that wait: vLLM has freed its blocks."""
@@ -336,6 +336,7 @@ class DeviceOffers:
         """Offer parts, those of one group together, up to TOGETHER_BLOCKS_MAX blocks."""
         parts: list[_Part] = []
         count = 0
+        # All parts of an offer are of one group.
         for part in sorted(found, key=lambda one: one.group.table):
             count += len(part.run.blocks)
             if parts and (part.group is not parts[0].group or count > TOGETHER_BLOCKS_MAX):

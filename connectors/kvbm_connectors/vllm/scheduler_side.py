@@ -214,7 +214,6 @@ class SchedulerSide:
         for request in output.preempted_req_ids or ():
             self._preempted(request)
         sent = self._take_ended_offers()
-        self._offers.begin_step()
         if self._states_handed_over:
             self._offers.hold_states(self._requests, states_of(output.kv_connector_block_state))
         for request in self._looks.begin_step(output.num_scheduled_tokens):
@@ -222,7 +221,7 @@ class SchedulerSide:
             if tracked is not None:
                 self._scheduled(request, tracked, output)
         self._offers.offer_of_others(self._requests, output.num_scheduled_tokens)
-        self._offers.end_step()
+        self._offers.send_if_due()
         loads, self._loads = tuple(self._loads), []
         waiting, self._waiting, self._rests = self._waiting, 0, not output.num_scheduled_tokens
         if self._rests and not loads and not sent and self._expects(waiting):
