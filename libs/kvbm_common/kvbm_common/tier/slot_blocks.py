@@ -112,6 +112,7 @@ class SlotBlocks:
 
     def has_still(self, slots: Sequence[int], blocks: Sequence[Block]) -> bool:
         """Tell whether these slots have these very blocks, and lookups find all of them."""
+        assert self._packed is None, "packed blocks have no objects to compare"
         assert len(slots) == len(blocks), f"{len(blocks)} blocks in {len(slots)} slots"
         if not all(map(is_, map(self._block.__getitem__, slots), blocks)):
             return False
