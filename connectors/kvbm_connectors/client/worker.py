@@ -73,8 +73,8 @@ class WorkerHalf:
         """Verify one load in `verify_every`, 0: none. With a `gpu` the regions are in its memory,
         which no code here may touch. `verify` is what the host tier lists for this worker, where
         `verify_every` does not say it. Without a `share` the rank holds the part of its number. One
-        that does not read the arena lends its memory alone, and opens no connection to the host tier.
-        Raises KvbmError or TimeoutError.
+        that does not read the arena lends its memory alone: it opens no connection to the host
+        tier. Raises KvbmError or TimeoutError.
         """
         self.counts: Counter[str] = Counter()
         self._on_news = on_news
